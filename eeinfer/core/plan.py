@@ -1,0 +1,115 @@
+"""What the scheduler asks of the runner, and what it hears back. All immutable: allocate first, then plan.
+
+    plan    = scheduler.next()            Prefill(spans) | Pass(stage, rows) | Complete(rows)
+    outcome = runner.run(plan)
+    scheduler.commit(plan, outcome)
+
+`Complete` is a plan of its own because only the host knows, once it has seen the token, which sequences go on: a row
+    whose
+sequence has just finished is never completed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eeinfer.core.strategy import LeaveRule
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How to pick one token: `temperature` 0 takes the argmax; else `uniform` in [0, 1) picks from the distribution."""
+
+    temperature: float = 0.0
+    uniform: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `start … start + len(tokens)` of one sequence, run together.
+
+    Attributes:
+        slot: the sequence's place in the row pool.
+        tokens: token ids.
+        start: position of the first one; everything before it is in the cache already.
+        block_table: blocks that hold at least the positions up to the last token.
+        depths: layers to run for each token: full depth for prompts, the recorded depth when replaying after
+            preemption.
+        draw: how to pick the token that follows; `None` when the span does not end at the sequence's last token.
+    """
+
+    slot: int
+    tokens: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    depths: tuple[int, ...]
+    draw: Draw | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One decode token on its way through the stages: the token to run, at which position, and where its KV goes."""
+
+    slot: int
+    token: int
+    position: int
+    block_table: tuple[int, ...]
+    draw: Draw
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Run spans of prompt (or replayed) tokens."""
+
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Run one stage on these rows; at its end, `rule` says who leaves.
+
+    `flagged[i]`: row i was ready at an earlier exit of this iteration (only ever set by sticky rules).
+    """
+
+    stage: int
+    rows: tuple[Row, ...]
+    rule: LeaveRule
+    flagged: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Fill the KV of the stages that these rows skipped; `stages[i]` is the last stage that row i ran."""
+
+    rows: tuple[Row, ...]
+    stages: tuple[int, ...]
+
+
+Plan = Prefill | Pass | Complete
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one row or span.
+
+    Attributes:
+        token: the token picked; `None` when the row goes on, or the span did not ask for one.
+        confidence: at the exit that was checked; `None` where nothing is checked.
+        ready: confidence >= threshold.
+        failed: the numbers were not finite; the sequence cannot go on.
+    """
+
+    token: int | None = None
+    confidence: float | None = None
+    ready: bool = False
+    failed: bool = False
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the row took its token here."""
+        return self.token is not None
+
+
+Outcome = tuple[Verdict, ...]

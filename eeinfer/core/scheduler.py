@@ -1,0 +1,286 @@
+"""The Scheduler: which sequences run, which stage runs next on which rows, and what becomes of them.
+
+Continuous batching at the granularity of iterations (Orca, OSDI '22): sequences join and leave between iterations. An
+iteration moves every running sequence by one token. It starts with stage 0 on all rows; rows that do not leave at an
+exit queue for the next stage; when no queue holds a row, the rows that left early are completed, and the iteration
+ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from eeinfer.core.block_manager import BlockManager
+from eeinfer.core.plan import Complete, Outcome, Pass, Plan, Prefill, Row, Span, Verdict
+from eeinfer.core.request import FinishReason
+from eeinfer.core.sequence import Sequence, Status
+from eeinfer.core.strategy import LeaveRule
+from eeinfer.errors import RequestError
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the scheduler was built.
+
+    Attributes:
+        involuntary_exits: rows made to leave below the threshold of their exit.
+        involuntary_stays: times a row was kept at an exit although ready.
+        preemptions: times a sequence lost its blocks and had to be replayed.
+    """
+
+    involuntary_exits: int = 0
+    involuntary_stays: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A row in flight, with its sequence. `flagged`: it was ready at an earlier exit of this iteration."""
+
+    sequence: Sequence
+    row: Row
+    flagged: bool = False
+
+
+class Scheduler:
+    """Decides what runs next; holds every live sequence.
+
+    Args:
+        blocks: the KV blocks.
+        stage_ends: layers executed at the end of each stage; the last entry is the model's depth.
+        rule: who leaves.
+        approximate: completion leaves KV that differs from a full-depth pass (all but `oracle`).
+        max_num_seqs: most sequences in flight.
+        max_num_batched_tokens: most tokens in one Prefill.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        stage_ends: tuple[int, ...],
+        rule: LeaveRule,
+        *,
+        approximate: bool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.blocks = blocks
+        self.stage_ends = stage_ends
+        self.stats = SchedulerStats()
+        self._rule = rule
+        self._approximate = approximate
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # oldest first
+        self._by_slot: list[Sequence | None] = [None] * max_num_seqs
+        self._queues: list[list[_Flight]] = [[] for _ in stage_ends]
+        self._left: list[tuple[_Flight, int]] = []  # rows to complete, with the last stage they ran
+
+    @property
+    def live(self) -> Iterable[Sequence]:
+        """Sequences that are not finished."""
+        return (*self._running, *self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `next` would return a plan."""
+        return bool(self._running or self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            RequestError: it could never fit the cache, even alone.
+        """
+        needed = self.blocks.blocks_for(sequence.most_cached)
+        if needed > self.blocks.num_blocks:
+            raise RequestError(
+                f"needs {needed} KV blocks ({sequence.prompt_tokens} prompt + up to {sequence.max_tokens} new tokens, "
+                f"{self.blocks.block_size} a block), the cache has {self.blocks.num_blocks}: shorten the prompt, lower "
+                f"max_tokens, or raise cache.num_blocks or cache.memory_fraction"
+            )
+        self._waiting.append(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End a sequence now, wherever it is between two plans, and free what it holds."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._vacate(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason, sequence.error = reason, error
+
+    def next(self) -> Plan | None:
+        """The next plan, or None when there is nothing to do."""
+        for stage in reversed(range(len(self.stage_ends))):
+            if flights := [f for f in self._queues[stage] if f.sequence.status is Status.RUNNING]:
+                return self._pass(stage, flights)
+        if left := [(f, stage) for f, stage in self._left if f.sequence.status is Status.RUNNING]:
+            return Complete(tuple(f.row for f, _ in left), tuple(stage for _, stage in left))
+        if spans := self._plan_spans():
+            return Prefill(spans)
+        if flights := self._begin_iteration():
+            return self._pass(0, flights)
+        return None
+
+    def commit(self, plan: Plan, outcome: Outcome) -> list[Sequence]:
+        """Take in what the runner did. Returns the sequences that gained a token or ended."""
+        match plan:
+            case Prefill(spans):
+                return self._commit_prefill(spans, outcome)
+            case Pass():
+                return self._commit_pass(plan, outcome)
+            case Complete():
+                self._left.clear()
+                return []
+
+    def check(self) -> None:
+        """Assert that no block leaked and that every slot belongs to one running sequence."""
+        self.blocks.check([s.block_table for s in self.live])
+        seated = [s for s in self._by_slot if s is not None]
+        assert seated == sorted(self._running, key=lambda s: s.slot), "a slot leaked"
+
+    # Passes
+
+    def _pass(self, stage: int, flights: list[_Flight]) -> Pass:
+        self._queues[stage] = flights
+        return Pass(stage, tuple(f.row for f in flights), self._rule, tuple(f.flagged for f in flights))
+
+    def _begin_iteration(self) -> list[_Flight]:
+        flights = []
+        for sequence in list(self._running):
+            if sequence.status is Status.RUNNING and self._make_room(sequence):
+                row = Row(
+                    slot=sequence.slot,
+                    token=sequence.tokens[-1],
+                    position=sequence.num_cached,
+                    block_table=tuple(sequence.block_table),
+                    draw=sequence.draw(),
+                )
+                flights.append(_Flight(sequence, row))
+        return flights
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Blocks for one more token, taken from the newest sequences if need be; False if it had to give way itself."""
+        while not self.blocks.grow(sequence.block_table, sequence.num_cached + 1):
+            newest = self._running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _commit_pass(self, plan: Pass, outcome: Outcome) -> list[Sequence]:
+        flights, self._queues[plan.stage] = self._queues[plan.stage], []
+        last = plan.stage == len(self.stage_ends) - 1
+        touched = []
+        for flight, verdict in zip(flights, outcome, strict=True):
+            if verdict.failed or verdict.leaves:
+                touched.append(flight.sequence)
+                self._leave(flight, verdict, plan.stage, early=not last)
+            else:
+                self.stats.involuntary_stays += verdict.ready
+                flight.flagged |= verdict.ready
+                self._queues[plan.stage + 1].append(flight)
+        return touched
+
+    def _leave(self, flight: _Flight, verdict: Verdict, stage: int, *, early: bool) -> None:
+        sequence = flight.sequence
+        if early and not verdict.failed:
+            self.stats.involuntary_exits += not verdict.ready
+            if self._approximate:
+                self.blocks.mark_inexact(sequence.block_table, flight.row.position)
+        sequence.num_cached += 1
+        self._take_token(sequence, verdict, self.stage_ends[stage])
+        if early and sequence.status is Status.RUNNING:
+            self._left.append((flight, stage))
+
+    def _take_token(self, sequence: Sequence, verdict: Verdict, depth: int) -> None:
+        if verdict.failed:
+            self.finish(sequence, FinishReason.ERROR, f"the model's output is not finite (NaN) after {depth} layers")
+            return
+        assert verdict.token is not None, "a row that leaves has its token"
+        sequence.append(verdict.token, depth, verdict.confidence)
+        if sequence.finish_reason is not None:
+            self.finish(sequence, sequence.finish_reason)
+
+    # Prefill
+
+    def _plan_spans(self) -> tuple[Span, ...]:
+        budget = self._max_num_batched_tokens
+        spans = []
+        for sequence in self._running:
+            if budget and sequence.num_cached < sequence.prefill_target:
+                spans.append(self._span(sequence, budget))
+                budget -= len(spans[-1].tokens)
+        while budget and self._waiting and self._admit(self._waiting[0]):
+            spans.append(self._span(self._running[-1], budget))
+            budget -= len(spans[-1].tokens)
+        return tuple(spans)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot and blocks, keeping back one free block for each running sequence."""
+        if None not in self._by_slot:
+            return False
+        needed = self.blocks.missing(sequence.block_table, sequence.prefill_target)
+        if self._running and needed + len(self._running) > self.blocks.num_free:
+            return False
+        grown = self.blocks.grow(sequence.block_table, sequence.prefill_target)
+        assert grown, "add() refuses what cannot fit an empty cache"
+        self._waiting.popleft()
+        sequence.slot = self._by_slot.index(None)
+        self._by_slot[sequence.slot] = sequence
+        sequence.status = Status.RUNNING
+        self._running.append(sequence)
+        return True
+
+    def _span(self, sequence: Sequence, budget: int) -> Span:
+        start, target = sequence.num_cached, sequence.prefill_target
+        stop = min(target, start + budget)
+        wants_token = stop == target and not sequence.depths
+        full = self.stage_ends[-1]
+        return Span(
+            slot=sequence.slot,
+            tokens=tuple(sequence.tokens[start:stop]),
+            start=start,
+            block_table=tuple(sequence.block_table),
+            depths=tuple(sequence.depth_at(p, full) if self._approximate else full for p in range(start, stop)),
+            draw=sequence.draw() if wants_token else None,
+        )
+
+    def _commit_prefill(self, spans: tuple[Span, ...], outcome: Outcome) -> list[Sequence]:
+        touched = []
+        for span, verdict in zip(spans, outcome, strict=True):
+            sequence = self._by_slot[span.slot]
+            assert sequence is not None, "plans are committed before anything else happens to their sequences"
+            sequence.num_cached += len(span.tokens)
+            if self._approximate:
+                self._mark_replayed(sequence, span)
+            if span.draw is not None:
+                self._take_token(sequence, verdict, self.stage_ends[-1])
+                touched.append(sequence)
+        return touched
+
+    def _mark_replayed(self, sequence: Sequence, span: Span) -> None:
+        shallow = (i for i, depth in enumerate(span.depths) if depth < self.stage_ends[-1])
+        if (first := next(shallow, None)) is not None:
+            self.blocks.mark_inexact(sequence.block_table, span.start + first)
+
+    # Slots and blocks
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take away blocks and slot; it waits first in line and is replayed at its recorded depths."""
+        self._vacate(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_cached = 0
+        self._waiting.appendleft(sequence)
+        self.stats.preemptions += 1
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.block_table)
+        self._running.remove(sequence)
+        self._by_slot[sequence.slot] = None
+        sequence.slot = -1
