@@ -1,0 +1,190 @@
+"""The files of exit heads: `exit_config.json` and `exit_heads.safetensors`, in one folder.
+
+Strict: a missing, unexpected or wrongly shaped tensor is an error that names it, nothing is ever initialised at
+    random, and
+heads that were made for another base model are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eeinfer.errors import HeadsError
+from eeinfer.exits.heads import ExitSpec, HeadKind
+
+CONFIG_NAME = "exit_config.json"
+TENSORS_NAME = "exit_heads.safetensors"
+FORMAT_VERSION = 1
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ENTRY_KEYS = {"layers_executed", "kind", "rank", "tied", "temperature", "gate", "results"}
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model that heads belong to: its name (for people), fingerprint and sizes."""
+
+    name: str
+    fingerprint: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadsFile:
+    """Heads as read: `tensors[i]` belongs to `specs[i]`, float or bfloat16 as stored, on the CPU."""
+
+    specs: tuple[ExitSpec, ...]
+    tensors: tuple[dict[str, Tensor], ...]
+
+
+def has_heads(folder: Path) -> bool:
+    """Whether `folder` holds exit heads (an `exit_config.json`)."""
+    return (folder / CONFIG_NAME).is_file()
+
+
+def save_heads(
+    folder: Path, base: Base, heads: HeadsFile, *, header: dict[str, Any], results: list[dict[str, Any]]
+) -> None:
+    """Write both files into `folder`, which exists.
+
+    Args:
+        folder: where to.
+        base: the model they belong to.
+        heads: what to write.
+        header: how they were made (settings, data fingerprint); kept under `made_with`.
+        results: measured figures of each exit.
+    """
+    tensors = {
+        f"exits.{i}.{name}": tensor.contiguous() for i, own in enumerate(heads.tensors) for name, tensor in own.items()
+    }
+    entries = [
+        asdict(spec) | {"gate": False, "results": result} for spec, result in zip(heads.specs, results, strict=True)
+    ]
+    config = {
+        "format_version": FORMAT_VERSION,
+        "base_model": {"name": base.name, "fingerprint": base.fingerprint},
+        "hidden_size": base.hidden_size,
+        "vocab_size": base.vocab_size,
+        "num_layers": base.num_layers,
+        "made_with": header,
+        "exits": entries,
+    }
+    save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_heads(folder: Path, base: Base) -> HeadsFile:
+    """Read and check the heads in `folder`.
+
+    Raises:
+        HeadsError: a file is missing or malformed, or the heads belong to another base model.
+    """
+    path = folder / CONFIG_NAME
+    config = _read_config(path)
+    _check_base(path, config, base)
+    specs = tuple(_read_spec(path, i, entry, base) for i, entry in enumerate(config["exits"]))
+    depths = [spec.layers_executed for spec in specs]
+    if depths != sorted(set(depths)):
+        raise HeadsError(f"{path}: exits must be in increasing order of layers_executed, without repeats; got {depths}")
+    return HeadsFile(specs, _read_tensors(folder / TENSORS_NAME, specs, base))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HeadsError(f"{path} is missing: name a folder that holds {CONFIG_NAME} and {TENSORS_NAME}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise HeadsError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict) or config.get("format_version") != FORMAT_VERSION:
+        found = config.get("format_version") if isinstance(config, dict) else None
+        raise HeadsError(f"{path}: format_version is {found!r}, this version reads {FORMAT_VERSION}")
+    if not isinstance(config.get("exits"), list) or not config["exits"]:
+        raise HeadsError(f"{path}: `exits` must be a list with at least one entry")
+    return config
+
+
+def _check_base(path: Path, config: dict[str, Any], base: Base) -> None:
+    for key, found in (("hidden_size", base.hidden_size), ("vocab_size", base.vocab_size)):
+        if config.get(key) != found:
+            raise HeadsError(f"{path}: {key} is {config.get(key)!r}, but the model {base.name} has {found}")
+    made_for = config.get("base_model")
+    if not isinstance(made_for, dict) or not isinstance(made_for.get("fingerprint"), str):
+        raise HeadsError(f"{path}: base_model.fingerprint is missing, so the heads cannot be matched to a model")
+    if made_for["fingerprint"] != base.fingerprint:
+        raise HeadsError(
+            f"{path}: these heads were made for another base: {made_for.get('name')} with fingerprint "
+            f"{made_for['fingerprint'][:19]}…, but {base.name} has {base.fingerprint[:19]}…. The same architecture "
+            f"with other weights (another quantisation, the Hub original of a dequantised model) is another base: tune "
+            f"heads for this one with `eeinfer tune-heads`, or pass `--heads none`"
+        )
+
+
+def _read_spec(path: Path, index: int, entry: Any, base: Base) -> ExitSpec:
+    where = f"{path}: exits[{index}]"
+    if not isinstance(entry, dict):
+        raise HeadsError(f"{where} must be an object")
+    if unknown := sorted(set(entry) - _ENTRY_KEYS):
+        raise HeadsError(f"{where} has unknown keys {unknown}; known are {sorted(_ENTRY_KEYS)}")
+    if entry.get("gate"):
+        raise HeadsError(f"{where}: gates are not supported by this version; remove the gate or tune the heads again")
+    if entry.get("kind") not in list(get_args(HeadKind)):
+        raise HeadsError(f"{where}: kind is {entry.get('kind')!r}; known kinds are {', '.join(get_args(HeadKind))}")
+    depth: Any = entry.get("layers_executed")
+    rank, temperature = entry.get("rank"), entry.get("temperature", 1.0)
+    if not _is_count(depth) or not depth < base.num_layers:
+        raise HeadsError(f"{where}: layers_executed is {depth!r}; it must lie in 1 … {base.num_layers - 1}")
+    if rank is not None and not _is_count(rank):
+        raise HeadsError(f"{where}: rank is {rank!r}; it must be a positive integer, or null for a full matrix")
+    if not is_positive(temperature):
+        raise HeadsError(f"{where}: temperature is {temperature!r}; it must be a positive number")
+    if not isinstance(entry.get("tied", True), bool):
+        raise HeadsError(f"{where}: tied is {entry['tied']!r}; it must be true or false")
+    return ExitSpec(depth, entry["kind"], rank, entry.get("tied", True), float(temperature))
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a JSON value is a number above 0 that float64 can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _read_tensors(path: Path, specs: tuple[ExitSpec, ...], base: Base) -> tuple[dict[str, Tensor], ...]:
+    shapes = [spec.tensor_shapes(base.hidden_size, base.vocab_size) for spec in specs]
+    expected = {f"exits.{i}.{name}": shape for i, own in enumerate(shapes) for name, shape in own.items()}
+    found = _read_safetensors(path) if expected or path.exists() else {}
+    if missing := sorted(set(expected) - set(found)):
+        raise HeadsError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+    if unexpected := sorted(set(found) - set(expected)):
+        names = f"{unexpected[0]} ({len(unexpected)} in all)"
+        raise HeadsError(f"{path}: unexpected tensor {names}; {CONFIG_NAME} describes heads without it")
+    for name, shape in expected.items():
+        if tuple(found[name].shape) != shape:
+            raise HeadsError(f"{path}: {name} has shape {tuple(found[name].shape)}, {CONFIG_NAME} asks for {shape}")
+        if found[name].dtype not in _DTYPES:
+            raise HeadsError(f"{path}: {name} is {found[name].dtype}; heads are bfloat16, float16, float32 or float64")
+        if not torch.isfinite(found[name]).all():
+            raise HeadsError(f"{path}: {name} holds NaN or infinite values; tune the heads again")
+    return tuple({name: found[f"exits.{i}.{name}"] for name in own} for i, own in enumerate(shapes))
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise HeadsError(f"{path} is missing; it belongs beside {CONFIG_NAME}") from None
+    except (SafetensorError, OSError) as error:
+        raise HeadsError(f"{path} is not a readable safetensors file: {error}") from None

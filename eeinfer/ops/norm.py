@@ -1,0 +1,24 @@
+"""RMS normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The type in which norms, rotations and statistics are computed: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """X / sqrt(mean(x^2) + eps) * weight along the last dimension, computed in float32 or wider, in the type of `x`.
+
+    Args:
+        x: [..., d].
+        weight: [d], or None for the parameter-free norm.
+        eps: added to the mean square.
+    """
+    wide = at_least_float32(x.dtype)
+    return F.rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)

@@ -1,0 +1,326 @@
+"""Ops against independent formulas in float64: loops for attention, complex numbers for RoPE, scipy for logit statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+from torch import Tensor
+
+from eeinfer.ops.attention import paged_attention, store_kv
+from eeinfer.ops.logit_stats import logit_stats
+from eeinfer.ops.norm import at_least_float32, rms_norm
+from eeinfer.ops.rope import SCALING_KEYS, SCALINGS, inverse_frequencies, rotate, rotations
+from eeinfer.ops.token_batch import TokenBatch, slot_of
+
+inf, nan = math.inf, math.nan
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def same(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+# Norm
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rms_norm(dtype: torch.dtype) -> None:
+    x, weight = normal(5, 7, dtype=dtype) * 3, normal(7, seed=1, dtype=dtype)
+    out = rms_norm(x, weight, 1e-5)
+    assert out.dtype is dtype
+    wide = x.double()
+    plain = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    tolerance = 2 * torch.finfo(dtype).eps
+    same(out.double(), plain * weight.double(), tolerance)
+    same(rms_norm(x, None, 1e-5).double(), plain, tolerance)
+
+
+def test_rms_norm_where_squares_overflow_or_vanish() -> None:
+    large = torch.full((1, 4), 30000.0, dtype=torch.float16)  # its square is inf in float16
+    assert rms_norm(large, None, 1e-6).tolist() == [[1.0] * 4]
+    assert rms_norm(torch.zeros(1, 4), None, 1e-6).tolist() == [[0.0] * 4]
+    # eps is inside the root: x = 1e-3 with eps 1e-6 gives 1 / sqrt(2).
+    x = torch.full((1, 2), 1e-3, dtype=torch.float64)
+    same(rms_norm(x, None, 1e-6), torch.full_like(x, 0.5).sqrt())
+
+
+def test_at_least_float32() -> None:
+    found = [at_least_float32(d) for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
+    assert found == [torch.float32, torch.float32, torch.float32, torch.float64]
+
+
+# RoPE
+
+
+@pytest.mark.parametrize(("head_dim", "theta"), [(2, 10_000.0), (10, 10_000.0), (128, 500_000.0)])
+def test_inverse_frequencies(head_dim: int, theta: float) -> None:
+    exact = torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)])
+    torch.testing.assert_close(inverse_frequencies(head_dim, theta), exact, rtol=1e-6, atol=0)
+
+
+def test_rotate_is_complex_multiplication() -> None:
+    x, positions = normal(6, 3, 10), torch.tensor([0, 1, 5, 77, 1000, 8191])
+    frequencies = inverse_frequencies(10, 10_000.0)
+    out = rotate(x, rotations(positions, frequencies, torch.float64))
+    pairs = torch.complex(x[..., :5], x[..., 5:])
+    angles = positions[:, None].double() * frequencies.double()
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    same(out, torch.cat((turned.real, turned.imag), dim=-1))
+    same(out[0], x[0])  # position 0 is not turned
+    same(out.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_scores_depend_on_distance_only() -> None:
+    q, k = normal(1, 1, 8), normal(1, 1, 8, seed=1)
+    frequencies = inverse_frequencies(8, 500.0)
+
+    def score(at_q: int, at_k: int) -> float:
+        turned = [
+            rotate(x, rotations(torch.tensor([at]), frequencies, torch.float64)) for x, at in ((q, at_q), (k, at_k))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-9)
+    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-3)
+
+
+def test_rotation_is_computed_wide_and_returned_narrow() -> None:
+    cos, sin = rotations(torch.tensor([4001]), inverse_frequencies(4, 10_000.0), torch.bfloat16)
+    assert cos.dtype is sin.dtype is torch.float32
+    assert cos.shape == (1, 1, 2)
+    same(cos.double()[0, 0], torch.tensor([math.cos(4001), math.cos(40.01)]).double(), 1e-5)
+    x = normal(1, 2, 4, dtype=torch.bfloat16)
+    out = rotate(x, (cos, sin))
+    assert out.dtype is torch.bfloat16
+    same(out, rotate(x.float(), (cos, sin)).bfloat16())
+
+
+def test_scaling_of_each_kind() -> None:
+    plain = inverse_frequencies(64, 500_000.0)
+    assert set(SCALINGS) == set(SCALING_KEYS)
+    same(SCALINGS["default"](plain, {}), plain)
+    same(SCALINGS["linear"](plain, {"factor": 4.0}), plain / 4)
+    scaled = SCALINGS["llama3"](plain, LLAMA3)
+    wavelength = 2 * math.pi / plain
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    assert short.any()
+    assert long.any()
+    assert not (short | long).all()
+    same(scaled[short], plain[short])
+    same(scaled[long], plain[long] / 8)
+    between = scaled[~(short | long)] / plain[~(short | long)]
+    assert ((between > 1 / 8) & (between < 1)).all()
+    assert (between.diff() < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"), [("default", {}), ("linear", {"factor": 2.5}), ("llama3", LLAMA3)]
+)
+def test_frequencies_equal_those_of_transformers(kind: str, scaling: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {"rope_type": kind, "rope_theta": 50_000.0, **scaling}
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=32768, rope_theta=50_000.0, rope_scaling=rope
+    )
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    same(SCALINGS[kind](inverse_frequencies(64, 50_000.0), scaling), theirs, 1e-6)
+
+
+# Token batches
+
+
+def test_slots() -> None:
+    tables = torch.tensor([[7, 2, 9], [1, 0, 0]])
+    assert slot_of(tables, torch.tensor([35, 0]), 16).tolist() == [147, 16]
+    assert slot_of(tables, torch.tensor([2, 0]), 1).tolist() == [9, 1]
+    assert slot_of(tables, torch.tensor([15, 15]), 16).tolist() == [127, 31]
+    assert slot_of(tables, torch.tensor([16, 15]), 16).tolist() == [32, 31]
+
+
+def test_decode_batch() -> None:
+    batch = TokenBatch.decode(torch.tensor([2, 5]), torch.tensor([[3, 0], [1, 4]]), 4)
+    assert batch.slots.tolist() == [14, 17]
+    assert batch.queries is None
+    (mask,) = batch.masks
+    assert mask is not None
+    assert mask.shape == (2, 1, 1, 8)
+    assert mask[:, 0, 0].tolist() == [[True] * 3 + [False] * 5, [True] * 6 + [False] * 2]
+
+
+def test_ragged_batch() -> None:
+    tables = torch.tensor([[3, 0], [1, 4], [2, 5]])
+    batch = TokenBatch.ragged([[0, 1, 2], [5], [1, 4]], tables, 4)
+    assert batch.positions.tolist() == [0, 1, 2, 5, 1, 4]
+    assert batch.slots.tolist() == [12, 13, 14, 17, 9, 20]
+    assert batch.queries == ((0, 3), (3, 4), (4, 6))
+    whole, later, gaps = batch.masks
+    assert whole is None
+    assert later is not None
+    assert later.tolist() == [[True] * 6]
+    assert gaps is not None
+    assert gaps.tolist() == [[True, True, False, False, False], [True] * 5]
+
+
+# Attention
+
+
+def test_store_kv_writes_its_slots_only() -> None:
+    cache = normal(2, 3, 4, 2, 5)
+    before, k, v = cache.clone(), normal(2, 2, 5, seed=1), normal(2, 2, 5, seed=2)
+    store_kv(cache, k, v, torch.tensor([9, 2]))
+    flat, old = cache.view(2, 12, 2, 5), before.view(2, 12, 2, 5)
+    same(flat[0, [9, 2]], k)
+    same(flat[1, [9, 2]], v)
+    rest = [i for i in range(12) if i not in {9, 2}]
+    assert torch.equal(flat[:, rest], old[:, rest])
+
+
+class Paged:
+    """Contexts of several sequences scattered over shuffled blocks, with junk everywhere else."""
+
+    def __init__(self, lengths: list[int], block_size: int, heads: int, kv_heads: int, *, junk: float = 50.0) -> None:
+        self.block_size, self.heads, self.kv_heads, self.head_dim = block_size, heads, kv_heads, 6
+        self.keys = [normal(n, kv_heads, 6, seed=10 + i) for i, n in enumerate(lengths)]
+        self.values = [normal(n, kv_heads, 6, seed=90 + i) for i, n in enumerate(lengths)]
+        counts = [-(-n // block_size) + i % 2 for i, n in enumerate(lengths)]  # some tables are longer than needed
+        order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(5)).tolist()
+        self.tables = [[order.pop() for _ in range(n)] for n in counts]
+        self.padding = order.pop()
+        self.cache = normal(2, sum(counts) + 2, block_size, kv_heads, 6, seed=3) * junk
+        for k, v, table in zip(self.keys, self.values, self.tables, strict=True):
+            slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(len(k))])
+            store_kv(self.cache, k, v, slots)
+
+    def table(self, sequences: list[int]) -> Tensor:
+        width = max(len(self.tables[i]) for i in sequences)
+        return torch.tensor([self.tables[i] + [self.padding] * (width - len(self.tables[i])) for i in sequences])
+
+    def naive(self, q: Tensor, sequence: int, position: int) -> Tensor:
+        """One query [heads, head_dim], head by head, key by key."""
+        out = []
+        for head in range(self.heads):
+            kv = head // (self.heads // self.kv_heads)
+            scores = [float(q[head] @ self.keys[sequence][p, kv]) * 0.4 for p in range(position + 1)]
+            weights = special.softmax(np.array(scores))
+            out += [sum(w * self.values[sequence][p, kv] for p, w in enumerate(weights))]
+        return torch.cat(out)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_decode_attention(block_size: int, heads: int, kv_heads: int) -> None:
+    lengths = [1, 4, 9, 16, 5]
+    paged = Paged(lengths, block_size, heads, kv_heads)
+    rows = [3, 0, 4, 2]
+    positions = [lengths[i] - 1 for i in rows]
+    q = normal(len(rows), heads, 6, seed=7)
+    batch = TokenBatch.decode(torch.tensor(positions), paged.table(rows), block_size)
+    out = paged_attention(q, paged.cache, batch, 0.4)
+    assert out.shape == (4, heads * 6)
+    for row, (i, p) in enumerate(zip(rows, positions, strict=True)):
+        same(out[row], paged.naive(q[row], i, p))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
+def test_ragged_attention(block_size: int, heads: int, kv_heads: int) -> None:
+    paged = Paged([5, 9, 7, 6], block_size, heads, kv_heads)
+    # A whole prompt, a chunk in the middle, one token, and a replay whose shallow tokens have stopped already.
+    positions = [list(range(5)), [3, 4, 5, 6, 7, 8], [6], [0, 2, 3, 5]]
+    q = normal(sum(map(len, positions)), heads, 6, seed=8)
+    batch = TokenBatch.ragged(positions, paged.table([0, 1, 2, 3]), block_size)
+    out = paged_attention(q, paged.cache, batch, 0.4)
+    flat = [(i, p) for i, row in enumerate(positions) for p in row]
+    for row, (i, p) in enumerate(flat):
+        same(out[row], paged.naive(q[row], i, p))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_unread_slots_do_not_matter(dtype: torch.dtype) -> None:
+    outs = []
+    for junk in (0.0, 1e4):
+        paged = Paged([3, 7], 4, 6, 2, junk=junk)
+        q, cache = normal(2, 6, 6, seed=9, dtype=dtype), paged.cache.to(dtype)
+        decode = TokenBatch.decode(torch.tensor([2, 6]), paged.table([0, 1]), 4)
+        ragged = TokenBatch.ragged([[2], [6]], paged.table([0, 1]), 4)
+        outs.append(torch.stack([paged_attention(q, cache, batch, 0.4) for batch in (decode, ragged)]))
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_later_positions_are_not_seen() -> None:
+    paged = Paged([9], 4, 2, 1)
+    q = normal(1, 2, 6, seed=9)
+    batch = TokenBatch.decode(torch.tensor([5]), paged.table([0]), 4)
+    same(paged_attention(q, paged.cache, batch, 0.4)[0], paged.naive(q[0], 0, 5))
+
+
+# Logit statistics
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_logit_stats_against_scipy(dtype: torch.dtype) -> None:
+    logits = normal(20, 300, dtype=dtype) * 5
+    stats = logit_stats(logits, second=True, mean=True)
+    wide = logits.double().numpy()
+    ordered = np.sort(wide, axis=1)
+    tolerance = 1e-12 if dtype is torch.float64 else 2e-6
+    same(stats.largest.double(), torch.from_numpy(ordered[:, -1].copy()))
+    same(stats.second.double(), torch.from_numpy(ordered[:, -2].copy()))
+    same(stats.log_sum_exp.double(), torch.from_numpy(special.logsumexp(wide, axis=1)), tolerance)
+    same(stats.mean.double(), torch.from_numpy((special.softmax(wide, axis=1) * wide).sum(1)), tolerance)
+    assert stats.argmax.tolist() == wide.argmax(1).tolist()
+    assert stats.argmax.dtype is torch.int64
+    assert stats.largest.dtype is at_least_float32(dtype)
+
+
+def test_logit_stats_of_ties_take_the_first() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
+    stats = logit_stats(logits, second=True, mean=True)
+    assert stats.argmax.tolist() == [1, 0]
+    assert stats.second.tolist() == stats.largest.tolist() == [3.0, 2.0]
+    same(stats.log_sum_exp[1], torch.tensor(2 + math.log(4)), 1e-6)
+    same(stats.mean[1], torch.tensor(2.0), 1e-6)
+
+
+def test_logit_stats_where_tokens_are_impossible() -> None:
+    stats = logit_stats(torch.tensor([[-inf, 1.0, -inf], [-inf, 0.0, 0.0]]), second=True, mean=True)
+    assert stats.largest.tolist() == [1.0, 0.0]
+    assert stats.second.tolist() == [-inf, 0.0]
+    same(stats.log_sum_exp, torch.tensor([1.0, math.log(2)]), 1e-6)
+    same(stats.mean, torch.tensor([1.0, 0.0]), 1e-6)
+
+
+def test_logit_stats_keep_nan_to_its_row() -> None:
+    logits = torch.tensor([[0.0, nan, 1.0], [0.0, 5.0, 1.0]])
+    stats = logit_stats(logits, second=True, mean=True)
+    for name in ("largest", "log_sum_exp", "mean"):
+        assert getattr(stats, name).isnan().tolist() == [True, False], name
+    assert stats.argmax[1] == 1
+
+
+def test_logit_stats_of_large_logits_do_not_overflow() -> None:
+    stats = logit_stats(torch.tensor([[3e4, 3e4 - 1, -3e4]]), second=True, mean=True)
+    same(stats.log_sum_exp - stats.largest, torch.tensor([math.log1p(math.exp(-1))]), 5e-3)
+    assert stats.mean.isfinite().all()
+
+
+def test_logit_stats_compute_on_request() -> None:
+    stats = logit_stats(torch.tensor([[1.0, 2.0]]), second=False, mean=False)
+    assert stats.second.tolist() == [-inf]
+    assert stats.mean.isnan().all()
