@@ -1,0 +1,1 @@
+"""The decoder, its weights and its tokenizer: local store, GGUF import, fingerprint, loader, families."""

@@ -1,0 +1,119 @@
+"""The decoder: one loop over layers that serves prefill, decode, replay, completion and tuning alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eeinfer.model.families import ModelConfig
+from eeinfer.model.weights import LayerWeights, Weights, layer_views
+from eeinfer.ops.attention import paged_attention, store_kv
+from eeinfer.ops.norm import at_least_float32, rms_norm
+from eeinfer.ops.rope import SCALINGS, inverse_frequencies, rotate, rotations
+from eeinfer.ops.token_batch import TokenBatch
+
+
+class Decoder:
+    """A pre-norm transformer with rotary positions, grouped query heads and a gated MLP.
+
+    Args:
+        config: sizes and traits.
+        weights: on one device, in one number type.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self._layers = layer_views(weights, config.num_layers)
+        plain = inverse_frequencies(config.head_dim, config.rope_theta)
+        scaled = SCALINGS[config.rope_scaling["rope_type"]](plain, config.rope_scaling)
+        self._frequencies = scaled.to(weights.embedding.device)
+        self._head_sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.config.num_layers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number type of weights, hidden states and cache."""
+        return self.weights.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights.embedding.device
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Hidden states [n, d] of token ids [n]."""
+        return F.embedding(tokens, self.weights.embedding)
+
+    def run(self, layers: range, hidden: Tensor, batch: TokenBatch, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Run consecutive layers on a flat, ragged set of tokens. The only layer loop there is.
+
+        Args:
+            layers: which ones; not empty.
+            hidden: [n, d], the output of the layer before the first (or the embeddings).
+            batch: the n tokens.
+            cache: [L, 2, num_blocks, block_size, kv_heads, head_dim]; the tokens' K and V are written in place.
+
+        Returns:
+            The output of the last of the layers, and that of the one before it (or `hidden`), [n, d] each.
+        """
+        rotation = rotations(batch.positions, self._frequencies, hidden.dtype)
+        before = hidden
+        for index in layers:
+            before = hidden
+            hidden = self._layer(self._layers[index], hidden, batch, cache[index], rotation)
+        return hidden, before
+
+    def _layer(
+        self, w: LayerWeights, hidden: Tensor, batch: TokenBatch, cache: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        config = self.config
+        normed = rms_norm(hidden, w.attention_norm, config.norm_eps)
+        q, k, v = F.linear(normed, w.qkv, w.qkv_bias).split(self._head_sizes, dim=-1)
+        q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))
+        store_kv(cache, rotate(k, rotation), v, batch.slots)
+        attended = paged_attention(rotate(q, rotation), cache, batch, config.head_dim**-0.5)
+        hidden = hidden + F.linear(attended, w.output, w.output_bias)
+        gate, up = F.linear(rms_norm(hidden, w.mlp_norm, config.norm_eps), w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
+        return hidden + F.linear(F.silu(gate) * up, w.down, w.down_bias)
+
+    def project_kv(self, first_layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """K (rotated) and V that the layers from `first_layer` on make of the same hidden states, without running them.
+
+        All of them share rms(hidden), so it is one batched product over the stacked weights (CALM's state propagation).
+
+        Args:
+            first_layer: first of the m layers up to the last.
+            hidden: [n, d].
+            positions: [n].
+
+        Returns:
+            [m, n, kv_heads, head_dim] each.
+        """
+        w, config = self.weights, self.config
+        q_size = self._head_sizes[0]
+        wide = at_least_float32(hidden.dtype)
+        shared = rms_norm(hidden.to(wide), None, config.norm_eps)
+        normed = (shared * w.attention_norm[first_layer:, None].to(wide)).to(hidden.dtype)
+        kv = torch.bmm(normed, w.qkv[first_layer:, q_size:].transpose(1, 2))
+        if w.qkv_bias is not None:
+            kv = kv + w.qkv_bias[first_layer:, None, q_size:]
+        k, v = kv.unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
+        return rotate(k, rotations(positions, self._frequencies, hidden.dtype)), v
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm before the model's own head, [n, d]."""
+        return rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
+
+    def vocabulary(self, normed: Tensor) -> Tensor:
+        """Logits [n, V] of normalised hidden states [n, d]."""
+        return F.linear(normed, self.weights.lm_head)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own logits [n, V] of its last layer's output [n, d]."""
+        return self.vocabulary(self.final_norm(hidden))

@@ -1,0 +1,57 @@
+"""Fills a decoder's weights from safetensors, one tensor at a time, and accounts for every tensor in the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from eeinfer.errors import ModelError
+from eeinfer.model.families import ModelConfig
+from eeinfer.model.folder import weight_files
+from eeinfer.model.weights import Weights, destinations, empty_weights
+
+# Derived values that older checkpoints carry along.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Read all weights of the model in `folder`, converted to `dtype` on `device`.
+
+    Raises:
+        ModelError: a file is missing or corrupt, or a tensor is missing, unexpected, duplicate or wrongly shaped.
+    """
+    weights = empty_weights(config, dtype, device)
+    pending = dict(destinations(config, weights))
+    filled: dict[str, Path] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 (not a dict)
+                    _fill(name, shard, path, pending, filled, config)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not a readable safetensors file ({error}); fetch the model again") from None
+    if pending:
+        name = next(iter(pending))
+        raise ModelError(f"{folder}: tensor {name} is missing from the checkpoint ({len(pending)} in all)")
+    return weights
+
+
+def _fill(
+    name: str, shard: Any, path: Path, pending: dict[str, Tensor], filled: dict[str, Path], config: ModelConfig
+) -> None:
+    if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and config.tied):
+        return
+    if name in filled:
+        raise ModelError(f"{path}: tensor {name} is also in {filled[name]}; keep one of them")
+    if name not in pending:
+        raise ModelError(f"{path}: unexpected tensor {name}; config.json describes a model without it")
+    target = pending.pop(name)
+    filled[name] = path
+    shape = tuple(shard.get_slice(name).get_shape())
+    if shape != tuple(target.shape):
+        raise ModelError(f"{path}: {name} has shape {shape}, but config.json asks for {tuple(target.shape)}")
+    target.copy_(shard.get_tensor(name))

@@ -1,0 +1,341 @@
+"""Model folders: what config.json may say, and weights of which every tensor is accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eeinfer.errors import ModelError
+from eeinfer.model.families import model_config
+from eeinfer.model.folder import read_json, weight_files
+from eeinfer.model.loader import load_weights
+from eeinfer.model.weights import Weights, destinations
+
+CPU = torch.device("cpu")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 10,
+}
+LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 32}
+Tensors = dict[str, Tensor]
+
+
+def config_of(folder: Path, **changes: Any) -> Path:
+    """Write config.json; a change to None removes the key."""
+    config = {name: value for name, value in (CONFIG | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def shapes(*, tied: bool = False, attention_bias: bool = False, mlp_bias: bool = False) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Llama checkpoint, written down independently of the loader."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,)}
+    if not tied:
+        found["lm_head.weight"] = (10, 8)
+    projections = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8)}
+    mlp = {"gate": (12, 8), "up": (12, 8), "down": (8, 12)}
+    for layer in range(2):
+        p = f"model.layers.{layer}."
+        found |= {p + "input_layernorm.weight": (8,), p + "post_attention_layernorm.weight": (8,)}
+        found |= {f"{p}self_attn.{n}_proj.weight": shape for n, shape in projections.items()}
+        found |= {f"{p}mlp.{n}_proj.weight": shape for n, shape in mlp.items()}
+        if attention_bias:
+            found |= {f"{p}self_attn.{n}_proj.bias": shape[:1] for n, shape in projections.items()}
+        if mlp_bias:
+            found |= {f"{p}mlp.{n}_proj.bias": shape[:1] for n, shape in mlp.items()}
+    return found
+
+
+def tensors(dtype: torch.dtype = torch.float32, **traits: bool) -> Tensors:
+    """Each element differs from all others, so that any mix-up shows."""
+    found, start = {}, 0
+    for name, shape in shapes(**traits).items():
+        count = torch.Size(shape).numel()
+        found[name] = torch.arange(start, start + count, dtype=torch.float32).reshape(shape).to(dtype)
+        start += count
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(tensors(), tmp_path / SINGLE)
+    return config_of(tmp_path)
+
+
+def shard(folder: Path, weight_map: dict[str, str] | None = None) -> list[Path]:
+    """Split model.safetensors in two, alternately."""
+    whole = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    homes = {name: names[i % 2] for i, name in enumerate(sorted(whole))}
+    for file in names:
+        save_file({name: whole[name] for name, home in homes.items() if home == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map or homes}), encoding="utf-8")
+    return [folder / name for name in names]
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    return load_weights(folder, model_config(folder), dtype, CPU)
+
+
+def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    found = load_file(folder / SINGLE)
+    change(found)
+    save_file(found, folder / SINGLE)
+
+
+def refused(action: Callable[[], Any], *words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        action()
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+# Weights
+
+
+def expect(weights: Weights, source: Tensors) -> None:
+    for layer in range(2):
+        p = f"model.layers.{layer}."
+        for kind in ("weight", "bias"):
+            own = {n: source.get(f"{p}self_attn.{n}_proj.{kind}") for n in "qkvo"}
+            own |= {n: source.get(f"{p}mlp.{n}_proj.{kind}") for n in ("gate", "up", "down")}
+            stacks = (
+                (("qkv", "output", "gate_up", "down"))
+                if kind == "weight"
+                else ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")
+            )
+            for stack, names in zip(stacks, ("qkv", "o", ("gate", "up"), ("down",)), strict=True):
+                parts = [own[name] for name in names]
+                found = getattr(weights, stack)
+                if parts[0] is None:
+                    assert found is None
+                else:
+                    assert torch.equal(found[layer], torch.cat([part for part in parts if part is not None]))
+        assert torch.equal(weights.attention_norm[layer], source[p + "input_layernorm.weight"])
+        assert torch.equal(weights.mlp_norm[layer], source[p + "post_attention_layernorm.weight"])
+    assert torch.equal(weights.embedding, source["model.embed_tokens.weight"])
+    assert torch.equal(weights.final_norm, source["model.norm.weight"])
+
+
+@pytest.mark.parametrize("traits", [{}, {"attention_bias": True}, {"mlp_bias": True}, {"tied": True}])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_tensor_finds_its_place(tmp_path: Path, traits: dict[str, bool], *, sharded: bool) -> None:
+    source = tensors(**traits)
+    save_file(source, tmp_path / SINGLE)
+    keys = {"tied": "tie_word_embeddings"}
+    config_of(tmp_path, **{keys.get(name, name): value for name, value in traits.items()})
+    if sharded:
+        shard(tmp_path)
+    weights = load(tmp_path)
+    expect(weights, source)
+    if traits.get("tied"):
+        assert weights.lm_head is weights.embedding
+    else:
+        assert torch.equal(weights.lm_head, source["lm_head.weight"])
+    assert sorted(name for name, _ in destinations(model_config(tmp_path), weights)) == sorted(source)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_weights_take_the_type_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file(tensors(torch.bfloat16), config_of(tmp_path) / SINGLE)
+    weights = load(tmp_path, dtype)
+    expect(weights, {name: tensor.to(dtype) for name, tensor in tensors(torch.bfloat16).items()})
+    assert weights.qkv.dtype is weights.lm_head.dtype is dtype
+
+
+def test_a_tied_model_may_bring_its_head_twice(folder: Path) -> None:
+    config_of(folder, tie_word_embeddings=True)
+    weights = load(folder)
+    assert weights.lm_head is weights.embedding
+
+
+def test_derived_tensors_of_old_checkpoints_are_ignored(folder: Path) -> None:
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}))
+    expect(load(folder), tensors())
+
+
+@pytest.mark.parametrize("name", sorted(shapes(attention_bias=True, mlp_bias=True)))
+def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
+    source = tensors(attention_bias=True, mlp_bias=True)
+    del source[name]
+    save_file(source, config_of(tmp_path, attention_bias=True, mlp_bias=True) / SINGLE)
+    refused(lambda: load(tmp_path), str(tmp_path), f"tensor {name} is missing", "1 in all")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra", "embed_tokens.weight"],
+)
+def test_an_unexpected_tensor_is_named(folder: Path, name: str) -> None:
+    edit(folder, lambda t: t.update({name: torch.ones(8)}))
+    refused(lambda: load(folder), str(folder / SINGLE), f"unexpected tensor {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", (8, 8), "(4, 8)"),
+        ("model.layers.1.mlp.down_proj.weight", (12, 8), "(8, 12)"),
+        ("model.norm.weight", (1,), "(8,)"),  # must not be broadcast
+        ("model.norm.weight", (1, 8), "(8,)"),
+        ("lm_head.weight", (11, 8), "(10, 8)"),
+    ],
+)
+def test_a_wrong_shape_is_named(folder: Path, name: str, shape: tuple[int, ...], wanted: str) -> None:
+    edit(folder, lambda t: t.update({name: torch.ones(shape)}))
+    refused(lambda: load(folder), str(folder / SINGLE), name, str(shape), wanted)
+
+
+def test_a_tensor_in_two_shards_is_named_with_both(folder: Path) -> None:
+    files = shard(folder)
+    first, second = (load_file(file) for file in files)
+    name = min(first)
+    save_file(second | {name: first[name]}, files[1])
+    refused(lambda: load(folder), f"tensor {name}", str(files[0]), str(files[1]))
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    files = shard(folder)
+    files[1].unlink()
+    refused(lambda: load(folder), str(files[1]), INDEX)
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(folder: Path) -> None:
+    files = shard(folder)
+    save_file({"junk": torch.ones(1)}, folder / "adapter.safetensors")
+    assert weight_files(folder) == files
+    expect(load(folder), tensors())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"weight_map": []}', '{"weight_map": {"x": 5}}', '{"weight_map": null}']
+)
+def test_a_malformed_index_is_named(folder: Path, text: str) -> None:
+    shard(folder)
+    (folder / INDEX).write_text(text, encoding="utf-8")
+    refused(lambda: load(folder), str(folder), INDEX)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 0.9999])
+def test_a_truncated_file_is_named(folder: Path, share: float) -> None:
+    whole = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(whole[: int(share * len(whole))])
+    refused(lambda: load(folder), str(folder / SINGLE), "fetch the model again")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused(folder: Path, name: str) -> None:
+    (folder / SINGLE).rename(folder / name)
+    refused(lambda: load(folder), name, "pickle", "safetensors")
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    refused(lambda: load(folder), str(folder), SINGLE)
+
+
+# Traits
+
+
+def test_traits_of_a_plain_config(folder: Path) -> None:
+    c = model_config(folder)
+    assert (c.num_layers, c.hidden_size, c.intermediate_size, c.vocab_size) == (2, 8, 12, 10)
+    assert (c.num_heads, c.num_kv_heads, c.head_dim, c.max_position) == (4, 2, 2, 64)
+    assert (c.norm_eps, c.rope_theta, c.rope_scaling) == (1e-5, 5000.0, {"rope_type": "default"})
+    assert (c.attention_bias, c.mlp_bias, c.tied, c.dtype) == (False, False, False, "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_key_value_heads": None}, {"num_kv_heads": 4}),
+        ({"head_dim": 6}, {"head_dim": 6}),
+        ({"torch_dtype": None, "dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ({"torch_dtype": None}, {"dtype": "float32"}),
+        ({"hidden_act": None, "rms_norm_eps": None}, {"norm_eps": 1e-6}),
+        ({"rope_theta": None}, {"rope_theta": 10_000.0}),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope_theta": 7.0}),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope_theta": 7.0}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 5000.0}),
+        ({"architectures": ["Other", "LlamaForCausalLM"]}, {"num_layers": 2}),
+    ],
+)
+def test_spellings_and_defaults(folder: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = model_config(config_of(folder, **changes))
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("spelling", ["rope_type", "type"])
+@pytest.mark.parametrize(("kind", "values"), [("default", {}), ("linear", {"factor": 2.0}), ("llama3", LLAMA3)])
+def test_rope_kinds(folder: Path, key: str, spelling: str, kind: str, values: dict[str, Any]) -> None:
+    scaling = model_config(config_of(folder, **{key: {spelling: kind, **values}})).rope_scaling
+    assert scaling["rope_type"] == kind
+    assert values.items() <= scaling.items()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["architecture", "LlamaForCausalLM"]),
+        ({"architectures": 5}, ["architecture"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"vocab_size": None}, ["vocab_size"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
+        ({"num_hidden_layers": "2"}, ["num_hidden_layers", "'2'"]),
+        ({"intermediate_size": 1.5}, ["intermediate_size", "1.5"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
+        ({"head_dim": -2}, ["head_dim"]),
+        ({"head_dim": 3}, ["head_dim"]),  # RoPE turns pairs
+        ({"hidden_size": 12, "num_attention_heads": 4}, ["head_dim"]),  # 12 / 4 = 3
+        ({"rms_norm_eps": "x"}, ["rms_norm_eps"]),
+        ({"rope_theta": "x"}, ["rope_theta"]),
+        ({"rope_theta": 0}, ["rope_theta"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, ["'yarn'", "linear"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, ["'dynamic'"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["'longrope'"]),
+        ({"rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["'llama3'", "low_freq_factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ["factor"]),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, ["low_freq_factor"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling"]),
+        ({"rope_scaling": ["linear"]}, ["rope_scaling"]),
+    ],
+)
+def test_config_errors_name_file_and_key(folder: Path, changes: dict[str, Any], words: list[str]) -> None:
+    refused(lambda: model_config(config_of(folder, **changes)), str(folder / "config.json"), *words)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000])
+def test_config_that_is_no_json_object(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    refused(lambda: read_json(folder / "config.json"), str(folder / "config.json"))
+
+
+def test_a_folder_without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    refused(lambda: model_config(folder), str(folder / "config.json"), "no such file")
