@@ -1,0 +1,174 @@
+"""The ModelRunner: carries out plans on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+
+import torch
+from torch import Tensor
+
+from eeinfer.core.plan import Complete, Draw, Outcome, Pass, Plan, Prefill, Row, Span, Verdict
+from eeinfer.exits.check import Checked, Exit
+from eeinfer.exits.completion import complete
+from eeinfer.model.decoder import Decoder
+from eeinfer.runner.memory import zeros
+from eeinfer.runner.row_pool import RowPool, padded
+from eeinfer.runner.sampler import sample
+from eeinfer.runner.span_tokens import SpanTokens
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Size of the paged cache: blocks, tokens in a block, and the most sequences in flight."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+
+class ModelRunner:
+    """Owns the KV cache and the rows in flight. Synchronises host and device once a plan, where verdicts are read.
+
+    Args:
+        decoder: the model.
+        exits: where tokens may leave, shallowest first; empty for full depth.
+        completion: a name of `eeinfer.config.schema.Completion`.
+        shape: of the cache.
+
+    Attributes:
+        stages: the layers between exits; the last stage ends at the model's own head.
+        cache: [layers, 2, num_blocks, block_size, kv_heads, head_dim]. Zeros at first: unread slots must be finite.
+    """
+
+    def __init__(self, decoder: Decoder, exits: Sequence[Exit], completion: str, shape: CacheShape) -> None:
+        self.decoder = decoder
+        self.exits = tuple(exits)
+        self.completion = completion
+        self.block_size = shape.block_size
+        ends = [*(e.head.layers_executed for e in exits), decoder.num_layers]
+        self.stages = tuple(range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+        config = decoder.config
+        sizes = (config.num_layers, 2, shape.num_blocks, shape.block_size, config.num_kv_heads, config.head_dim)
+        self.cache = zeros(sizes, decoder.dtype, decoder.device)
+        width = min(shape.num_blocks, -(-config.max_position // shape.block_size))
+        self._rows = RowPool(
+            shape.max_num_seqs, width, shape.block_size, config.hidden_size, decoder.dtype, decoder.device
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Outcome:
+        """Carry out a plan. One Verdict for each span or row; none for Complete."""
+        match plan:
+            case Prefill(spans):
+                return self._scrub_failed(spans, self._prefill(spans))
+            case Pass(rows=rows):
+                return self._scrub_failed(rows, self._pass(plan))
+            case Complete():
+                self._complete(plan)
+                return ()
+
+    def _scrub_failed(self, owners: Sequence[Span | Row], outcome: Outcome) -> Outcome:
+        """Clear NaN from the blocks of failed sequences.
+
+        Whoever gets them next masks what it has not written with a weight of 0, and 0 times NaN is NaN. Finite values
+        stay, for other holders of the same blocks.
+        """
+        for owner, verdict in zip(owners, outcome, strict=True):
+            if verdict.failed:
+                blocks = torch.tensor(owner.block_table, device=self.cache.device)
+                self.cache[:, :, blocks] = self.cache[:, :, blocks].nan_to_num(0.0, 0.0, 0.0)
+        return outcome
+
+    # Decoding
+
+    def _pass(self, plan: Pass) -> Outcome:
+        rows = plan.rows
+        if plan.stage == 0:
+            self._rows.begin(rows)
+        slots = self._rows.slots(rows)
+        hidden = self._embed([row.token for row in rows]) if plan.stage == 0 else self._rows.load(slots)
+        batch = self._rows.batch(rows, slots)
+        hidden, before = self.decoder.run(self.stages[plan.stage], hidden, batch, self.cache)
+        if plan.stage == len(self.stages) - 1:
+            return self._pick(hidden, [row.draw for row in rows])
+        self._rows.store(slots, hidden)
+        return self._leave(plan, hidden, before)
+
+    def _leave(self, plan: Pass, hidden: Tensor, before: Tensor) -> Outcome:
+        """Check the exit at the end of a stage and pick the tokens of the rows that leave there."""
+        exit_ = self.exits[plan.stage]
+        checked = exit_.check(hidden, before)
+        confidences: list[float] = checked.confidence.tolist()
+        leaving = plan.rule.leaving(confidences, exit_.threshold, plan.flagged)
+        indices = [i for i, leaves in enumerate(leaving) if leaves]
+        tokens = dict(zip(indices, self._exit_tokens(exit_, checked, hidden, plan.rows, indices), strict=True))
+        return tuple(
+            Verdict(
+                token=tokens.get(i),
+                confidence=confidence,
+                ready=confidence >= exit_.threshold,
+                failed=isnan(confidence),
+            )
+            for i, confidence in enumerate(confidences)
+        )
+
+    def _exit_tokens(
+        self, exit_: Exit, checked: Checked, hidden: Tensor, rows: Sequence[Row], leaving: list[int]
+    ) -> list[int]:
+        if not leaving:
+            return []
+        index = torch.tensor(leaving, device=hidden.device)
+        draws = [rows[i].draw for i in leaving]
+        if checked.logits is None or checked.argmax is None:
+            return sample(exit_.head.logits(hidden[index]), draws).tolist()
+        return sample(checked.logits[index], draws, checked.argmax[index]).tolist()
+
+    def _complete(self, plan: Complete) -> None:
+        for stage in sorted(set(plan.stages)):
+            rows = [row for row, ran in zip(plan.rows, plan.stages, strict=True) if ran == stage]
+            slots = self._rows.slots(rows)
+            batch = self._rows.batch(rows, slots)
+            complete(self.completion, self.decoder, self.stages[stage].stop, self._rows.load(slots), batch, self.cache)
+
+    # Prefill, and replay after preemption
+
+    def _prefill(self, spans: Sequence[Span]) -> Outcome:
+        """Run all tokens through the stages; a replayed token stops, and is completed, at its recorded depth."""
+        tables = padded([span.block_table for span in spans]).to(self.decoder.device)
+        tokens = SpanTokens.of(spans)
+        hidden = self._embed([token for span in spans for token in span.tokens])
+        for stage in self.stages:
+            if not tokens.depths:
+                break
+            hidden, _ = self.decoder.run(stage, hidden, tokens.batch(tables, self.block_size), self.cache)
+            if stage.stop < self.decoder.num_layers and (stopping := tokens.stopping_at(stage.stop)):
+                batch = tokens.take(stopping).batch(tables, self.block_size)
+                complete(self.completion, self.decoder, stage.stop, hidden[stopping], batch, self.cache)
+                going = tokens.beyond(stage.stop)
+                tokens, hidden = tokens.take(going), hidden[going]
+        return self._first_tokens(hidden, tokens, spans)
+
+    def _first_tokens(self, hidden: Tensor, tokens: SpanTokens, spans: Sequence[Span]) -> Outcome:
+        wanted = [i for i, span in enumerate(spans) if span.draw is not None]
+        if not wanted:
+            return tuple(Verdict() for _ in spans)
+        last = [tokens.last_of(i) for i in wanted]
+        draws = [span.draw for span in spans if span.draw is not None]
+        picked = dict(zip(wanted, self._pick(hidden[last], draws), strict=True))
+        return tuple(picked.get(i, Verdict()) for i in range(len(spans)))
+
+    # Both
+
+    def _embed(self, tokens: list[int]) -> Tensor:
+        return self.decoder.embed(torch.tensor(tokens, device=self.decoder.device))
+
+    def _pick(self, hidden: Tensor, draws: Sequence[Draw]) -> Outcome:
+        """Tokens of rows at full depth. The largest logit is NaN exactly when some logit is."""
+        logits = self.decoder.logits(hidden)
+        largest, argmax = logits.max(dim=-1)
+        tokens = sample(logits, draws, argmax)
+        failed = largest.isnan()
+        packed = torch.stack((tokens, failed.to(tokens.dtype)), dim=1)  # one copy to the host
+        return tuple(Verdict(None if bad else token, failed=bool(bad)) for token, bad in packed.tolist())
