@@ -1,0 +1,1 @@
+"""Settings: declared once in `schema`, layered and validated by `load`."""

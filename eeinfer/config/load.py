@@ -1,0 +1,153 @@
+"""Settings from their layers, each with its origin. Tables merge, lists replace.
+
+From low to high: built-in defaults, packaged with the exit heads, files (later ones win), environment, `--set`,
+explicit arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eeinfer.config.schema import Settings, declared
+from eeinfer.config.sources import read_assignments, read_environ, read_file
+from eeinfer.config.validate import validated, validated_text
+from eeinfer.errors import ConfigError
+
+DEFAULT = "built-in default"
+ARGUMENT = "argument"
+
+
+class Given(NamedTuple):
+    """A validated value and where it came from."""
+
+    value: Any
+    origin: str
+
+
+Layer = dict[str, Given]  # by dotted key
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and, by dotted key, the origin of each value."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def values(self) -> dict[str, Any]:
+        """Every value by dotted key, in the order of the schema."""
+        parts = ((key, key.partition(".")) for key in self.origins)
+        return {key: getattr(getattr(self.settings, section), name) for key, (section, _, name) in parts}
+
+    def to_toml(self, *, origins: bool = False) -> str:
+        """A complete TOML file that loads to the same settings; with `origins`, each origin as a comment."""
+        lines: list[str] = []
+        section = ""
+        for key, value in self.values().items():
+            if key.partition(".")[0] != section:
+                section = key.partition(".")[0]
+                lines += ["", f"[{section}]"]
+            line = f"{key.partition('.')[2]} = {_toml(value)}"
+            lines.append(f"{line:<40} # {self.origins[key]}" if origins else line)
+        return "\n".join(lines[1:]) + "\n"
+
+
+def load_settings(
+    *,
+    files: Sequence[Path] = (),
+    environ: Mapping[str, str] = os.environ,
+    assignments: Sequence[str] = (),
+    flags: Mapping[str, Any] = {},
+    packaged: Path | None = None,
+) -> Loaded:
+    """Merges the layers and validates them.
+
+    Args:
+        files: TOML files, later ones win.
+        environ: variables named `EEINFER_SECTION__KEY`; a value is read as TOML, then as a comma list, then as text.
+        assignments: `section.key=value`, values read as those of the environment.
+        flags: dotted key to value, only what was explicitly given; a string is read as those of the environment.
+        packaged: the `eeinfer.toml` that ships with the exit heads.
+
+    Raises:
+        ConfigError: an unknown name, a wrong type or range, a file that cannot be read; names the origin and the fix.
+    """
+    shipped: Layer = dict(_file_layer(packaged, f"{packaged} (packaged with the exit heads)")) if packaged else {}
+    given: Layer = {}
+    for path in files:
+        given.update(_file_layer(path, str(path)))
+    given.update(_text_layer(read_environ(environ)))
+    given.update(_text_layer(read_assignments(assignments)))
+    given.update(_argument_layer(flags))
+    defaults = {key: Given(d.default, DEFAULT) for key, d in declared().items()}
+    layer = defaults | _still_valid(shipped, given, packaged) | given
+    _check_lengths(layer)
+    return Loaded(_settings(layer), {key: layer[key].origin for key in defaults})
+
+
+def _file_layer(path: Path, origin: str) -> Iterator[tuple[str, Given]]:
+    return ((key, Given(validated(key, value, origin), origin)) for key, value in read_file(path))
+
+
+def _text_layer(entries: Iterator[tuple[str, str, str]]) -> Iterator[tuple[str, Given]]:
+    return ((key, Given(validated_text(key, text, origin), origin)) for key, text, origin in entries)
+
+
+def _argument_layer(flags: Mapping[str, Any]) -> Iterator[tuple[str, Given]]:
+    for key, value in flags.items():
+        assert key in declared(), f"{key} is not a setting"
+        if isinstance(value, str):
+            yield key, Given(validated_text(key, value, ARGUMENT), ARGUMENT)
+        else:
+            yield key, Given(validated(key, value, ARGUMENT), ARGUMENT)
+
+
+def _still_valid(shipped: Layer, given: Layer, packaged: Path | None) -> Layer:
+    """The packaged layer, without its threshold when other exits, another measure or other heads are asked for.
+
+    A threshold means nothing without the measure and the heads it was chosen for.
+    """
+    threshold = shipped.get("exits.threshold")
+    if threshold is None or "exits.threshold" in given:
+        return shipped
+    for key in ("exits.layers", "exits.measure", "model.heads"):
+        own = shipped.get(key, Given(declared()[key].default, DEFAULT)).value
+        if key not in given or given[key].value == own:
+            continue
+        if key == "model.heads" and packaged and Path(given[key].value).resolve() == packaged.parent.resolve():
+            continue  # the file ships with the very heads that were asked for
+        why = f"{DEFAULT}, not the packaged threshold, as {given[key].origin} sets {key}"
+        return shipped | {"exits.threshold": Given(declared()["exits.threshold"].default, why)}
+    return shipped
+
+
+def _check_lengths(layer: Layer) -> None:
+    layers, threshold = layer["exits.layers"], layer["exits.threshold"]
+    if isinstance(layers.value, tuple) and isinstance(threshold.value, tuple):
+        exits, thresholds = len(layers.value), len(threshold.value)
+        if exits != thresholds:
+            raise ConfigError(
+                f"exits.threshold has {thresholds} values ({threshold.origin}) but exits.layers has {exits} "
+                f"({layers.origin}); give one threshold for all exits or one per exit"
+            )
+
+
+def _settings(layer: Layer) -> Settings:
+    sections: dict[str, dict[str, Any]] = {}
+    for key, given in layer.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = given.value
+    classes = {section: type(getattr(Settings(), section)) for section in sections}
+    return Settings(**{section: classes[section](**values) for section, values in sections.items()})
+
+
+def _toml(value: Any) -> str:
+    import tomli_w
+
+    if isinstance(value, tuple):  # on one line, where tomli_w would take one a value
+        return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
