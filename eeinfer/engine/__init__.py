@@ -1,0 +1,1 @@
+"""The loop that drives scheduler and runner, the offline `LLM`, and prompt files."""

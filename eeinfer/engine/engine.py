@@ -1,0 +1,233 @@
+"""The engine loop: requests in, answers out, three calls a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from time import perf_counter
+
+from eeinfer.config.schema import SamplingSettings
+from eeinfer.core.plan import Plan
+from eeinfer.core.request import FinishReason, Request, RequestOutput, TokenRecord
+from eeinfer.core.scheduler import Scheduler
+from eeinfer.core.sequence import Sequence
+from eeinfer.errors import RequestError
+from eeinfer.model.tokenizer import TextStream, Tokenizer
+from eeinfer.runner.model_runner import ModelRunner
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters of a run.
+
+    Attributes:
+        generated_tokens: tokens produced, end-of-sequence tokens included.
+        layers_executed: layers run for them, summed.
+        seconds: time spent in steps.
+        finished, failed: requests that ended well, and that did not.
+        involuntary_exits, involuntary_stays: see `eeinfer.core.scheduler.SchedulerStats`.
+        preemptions: times a sequence lost its blocks and had to be replayed.
+        peak_blocks: most KV blocks in use at once.
+    """
+
+    generated_tokens: int = 0
+    layers_executed: int = 0
+    seconds: float = 0.0
+    finished: int = 0
+    failed: int = 0
+    involuntary_exits: int = 0
+    involuntary_stays: int = 0
+    preemptions: int = 0
+    peak_blocks: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time spent, prefill included."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mean_layers(self) -> float | None:
+        """Layers run per generated token, on average."""
+        return self.layers_executed / self.generated_tokens if self.generated_tokens else None
+
+
+@dataclass(slots=True)
+class _Answer:
+    """The text of one sequence so far."""
+
+    stream: TextStream
+    stop: tuple[str, ...]
+    pieces: list[str] = field(default_factory=list)
+    text: str = ""
+
+    def push(self, token: int) -> bool:
+        """Take a token; True when a stop string has appeared, which is then cut off with what follows."""
+        piece = self.stream.push(token)
+        searched_from = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
+        self.text += piece
+        hits = [at for stop in self.stop if (at := self.text.find(stop, searched_from)) >= 0]
+        if not hits:
+            self.pieces.append(piece)
+            return False
+        self._cut(min(hits), piece)
+        return True
+
+    def _cut(self, end: int, piece: str) -> None:
+        self.text = self.text[:end]
+        self.pieces.append(piece)
+        surplus = sum(map(len, self.pieces)) - end
+        for i in range(len(self.pieces) - 1, -1, -1):
+            cut = min(surplus, len(self.pieces[i]))
+            self.pieces[i] = self.pieces[i][: len(self.pieces[i]) - cut]
+            surplus -= cut
+
+
+class Engine:
+    """Drives scheduler and runner.
+
+    Args:
+        scheduler, runner, tokenizer: the parts.
+        sampling: the run's defaults.
+        max_position: longest context.
+        observe: called after each step with its plan, for tests and measurements.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        sampling: SamplingSettings,
+        max_position: int,
+        observe: Callable[[Plan], None] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.stats = Stats()
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._max_position = max_position
+        self._observe = observe
+        self._answers: dict[Sequence, _Answer] = {}
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it cannot be served; nothing was queued.
+        """
+        sequence = self._sequence(request)
+        self.scheduler.add(sequence)
+        self._answers[sequence] = _Answer(self._tokenizer.stream(), request.sampling.stop)
+
+    def step(self) -> list[RequestOutput]:
+        """Carry out one plan. Returns the answers that it finished."""
+        started = perf_counter()
+        plan = self.scheduler.next()
+        if plan is None:
+            return []
+        outcome = self.runner.run(plan)
+        touched = self.scheduler.commit(plan, outcome)
+        finished = [output for sequence in touched if (output := self._advance(sequence))]
+        self._count(finished, perf_counter() - started)
+        if self._observe:
+            self._observe(plan)
+        return finished
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self.scheduler.has_work
+
+    def abort(self) -> None:
+        """Drop every live request and free what it holds."""
+        for sequence in list(self._answers):
+            self.scheduler.finish(sequence, FinishReason.ERROR, "aborted")
+        self._answers.clear()
+
+    def _advance(self, sequence: Sequence) -> RequestOutput | None:
+        answer = self._answers[sequence]
+        if len(answer.pieces) < len(sequence.depths):
+            self.stats.generated_tokens += 1
+            self.stats.layers_executed += sequence.depths[-1]
+            if answer.push(sequence.tokens[-1]):
+                self.scheduler.finish(sequence, FinishReason.STOP)
+                sequence.finish_reason = FinishReason.STOP  # outranks a length reached with the same token
+        return None if sequence.finish_reason is None else self._output(sequence)
+
+    def _output(self, sequence: Sequence) -> RequestOutput:
+        answer = self._answers.pop(sequence)
+        assert sequence.finish_reason is not None
+        parts = zip(sequence.generated, answer.pieces, sequence.depths, sequence.confidences, strict=True)
+        return RequestOutput(
+            id=sequence.request_id,
+            text=answer.text,
+            finish_reason=sequence.finish_reason,
+            prompt_tokens=sequence.prompt_tokens,
+            tokens=tuple(TokenRecord(*part) for part in parts),
+            error=sequence.error,
+        )
+
+    def _count(self, finished: list[RequestOutput], seconds: float) -> None:
+        stats, counted = self.stats, self.scheduler.stats
+        stats.seconds += seconds
+        failed = sum(output.finish_reason is FinishReason.ERROR for output in finished)
+        stats.failed += failed
+        stats.finished += len(finished) - failed
+        stats.involuntary_exits, stats.involuntary_stays = counted.involuntary_exits, counted.involuntary_stays
+        stats.preemptions, stats.peak_blocks = counted.preemptions, self.scheduler.blocks.peak_used
+
+    # Requests
+
+    def _sequence(self, request: Request) -> Sequence:
+        tokens = self.encode(request)
+        sampling = request.sampling
+        temperature = self._sampling.temperature if sampling.temperature is None else sampling.temperature
+        return Sequence(
+            request_id=request.id,
+            tokens=tokens,
+            max_tokens=self._max_tokens(len(tokens), sampling.max_tokens),
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            temperature=temperature,
+            seed=self._own_seed(request.id) if sampling.seed is None else sampling.seed,
+        )
+
+    def encode(self, request: Request) -> list[int]:
+        """Token ids of a request's prompt; never empty.
+
+        Raises:
+            RequestError: there is no prompt, or it is not usable.
+        """
+        if request.prompt_token_ids is not None:
+            tokens = list(request.prompt_token_ids)
+            vocab_size = self.runner.decoder.config.vocab_size
+            if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+                raise RequestError(f"prompt token {bad[0]} is outside the vocabulary of {vocab_size}")
+        elif request.messages is not None:
+            tokens = self._tokenizer.encode_chat(request.messages)
+        elif request.prompt is not None:
+            tokens = self._tokenizer.encode(request.prompt)
+        else:
+            raise RequestError("the request has neither prompt nor messages")
+        if not tokens:
+            raise RequestError("the prompt is empty")
+        return tokens
+
+    def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
+        room = self._max_position - prompt_tokens
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, the model's context {self._max_position}: shorten the prompt"
+            )
+        if asked is not None and asked > room:
+            raise RequestError(
+                f"{prompt_tokens} prompt tokens and max_tokens {asked} exceed the model's context of "
+                f"{self._max_position}: max_tokens can be at most {room}"
+            )
+        return min(self._sampling.max_tokens, room) if asked is None else asked
+
+    def _own_seed(self, request_id: str) -> int:
+        """A seed for a request that brings none: from the run's seed and the id, so that order does not matter."""
+        digest = blake2b(f"{self._sampling.seed}:{request_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big")

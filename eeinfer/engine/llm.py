@@ -1,0 +1,142 @@
+"""The offline interface: prompts in, answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from eeinfer.config.load import Loaded, load_settings
+from eeinfer.config.schema import Settings
+from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from eeinfer.engine.build import Located, build_engine, locate
+from eeinfer.engine.engine import Engine, Stats
+from eeinfer.errors import ConfigError, RequestError
+
+# Names that would be unclear without their section.
+_KEYWORDS = {"model": "model.name", "exits": "exits.layers"}
+
+
+class LLM:
+    """A model with its exits, ready to answer batches of prompts.
+
+    Args:
+        model: a name in the local store, a Hub id or a local folder.
+        note: called with one-line notices for the user; by default they are dropped.
+        **settings: any setting by its own name (`strategy="split"`, `threshold=0.9`, `num_blocks=512`; `exits=` for
+            `exits.layers`). Environment variables and packaged settings apply beneath them.
+
+    Attributes:
+        settings: what is in force.
+        located: the model's folder, traits and heads.
+        engine: the engine underneath.
+
+    Raises:
+        EeinferError: settings, model or heads cannot be used.
+    """
+
+    def __init__(self, model: str | None = None, *, note: Callable[[str], None] | None = None, **settings: Any) -> None:
+        named = settings if model is None else settings | {"model": model}
+        flags = {_dotted(name): value for name, value in named.items()}
+        self._load(lambda packaged: load_settings(flags=flags, packaged=packaged), note or (lambda _: None))
+
+    @classmethod
+    def from_loaded(cls, resolve: Callable[[Path | None], Loaded], *, note: Callable[[str], None]) -> LLM:
+        """Build from settings that `resolve` loads.
+
+        Args:
+            resolve: loads the settings, given the file that ships with the model's heads; first called with None, to
+                learn which model is meant.
+            note: called with one-line notices for the user.
+        """
+        llm = cls.__new__(cls)
+        llm._load(resolve, note)  # noqa: SLF001 (its own class)
+        return llm
+
+    def _load(self, resolve: Callable[[Path | None], Loaded], note: Callable[[str], None]) -> None:
+        self.located: Located = locate(resolve(None).settings.model, note)
+        self.settings: Settings = resolve(self.located.packaged_settings).settings
+        self.engine: Engine = build_engine(self.settings, self.located, note)
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the model was loaded."""
+        return self.engine.stats
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.located.config.num_layers
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """Layers executed at each exit in use."""
+        return tuple(exit_.head.layers_executed for exit_ in self.engine.runner.exits)
+
+    def generate(
+        self,
+        requests: Sequence[Request | str],
+        sampling: SamplingParams | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+        on_step: Callable[[Stats], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all requests, batched; answers are in the order of the requests.
+
+        A request that cannot be served becomes an answer with `finish_reason` ERROR; the others run.
+
+        Args:
+            requests: requests, or plain prompts, which take `sampling`.
+            sampling: for plain prompts.
+            on_output: called with each answer when it is complete.
+            on_step: called with the counters after each step.
+        """
+        named = [_as_request(i, request, sampling) for i, request in enumerate(requests)]
+        done: dict[str, RequestOutput] = {}
+        if len({request.id for request in named}) < len(named):
+            raise RequestError("two requests have the same id; ids must be unique")
+
+        def finish(output: RequestOutput) -> None:
+            done[output.id] = output
+            if on_output:
+                on_output(output)
+
+        try:
+            self._run(named, finish, on_step)
+        except BaseException:
+            self.engine.abort()
+            raise
+        self.engine.scheduler.check()
+        return [done[request.id] for request in named]
+
+    def _run(
+        self, requests: list[Request], finish: Callable[[RequestOutput], None], on_step: Callable[[Stats], None] | None
+    ) -> None:
+        for request in requests:
+            try:
+                self.engine.add(request)
+            except RequestError as error:
+                self.stats.failed += 1
+                finish(RequestOutput(request.id, "", FinishReason.ERROR, 0, (), str(error)))
+        while self.engine.has_work:
+            for output in self.engine.step():
+                finish(output)
+            if on_step:
+                on_step(self.stats)
+
+
+def _as_request(index: int, request: Request | str, sampling: SamplingParams | None) -> Request:
+    if isinstance(request, Request):
+        return request
+    return Request(id=str(index), prompt=request, sampling=sampling or SamplingParams())
+
+
+def _dotted(name: str) -> str:
+    """The dotted key of a setting given by its own name."""
+    if name in _KEYWORDS:
+        return _KEYWORDS[name]
+    for section in fields(Settings):
+        if name in {field.name for field in fields(section.default_factory)}:  # type: ignore[arg-type]
+            return f"{section.name}.{name}"
+    raise ConfigError(f"LLM has no setting {name!r}; see `eeinfer config show` for all of them")

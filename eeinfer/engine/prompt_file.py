@@ -1,0 +1,239 @@
+"""Prompt files and answer lines: JSON Lines in, JSON Lines out. A bad line is its own error; the others run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from eeinfer.config.suggest import did_you_mean
+from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from eeinfer.errors import EeinferError, RequestError
+
+PACKAGED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
+
+FIELDS = ("prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop")
+IGNORED = ("category", "reference")  # carried by data sets, of no use to the engine
+ROLES = ("system", "user", "assistant")
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """A line that is no request: its number (from 1), its id (`line-N` when unknown), and what to change."""
+
+    line: int
+    id: str
+    message: str
+
+
+def read_prompt_file(source: Path | BinaryIO, *, limit: int | None = None) -> list[Request | LineError]:
+    """The requests of a JSONL file in order, with a LineError in the place of each bad line. Skips blank lines.
+
+    Args:
+        source: a file, or an open binary stream such as `sys.stdin.buffer`.
+        limit: stop after this many requests and bad lines.
+
+    Raises:
+        EeinferError: the file is missing, a folder, unreadable, UTF-16, or holds no line at all.
+    """
+    name = str(source) if isinstance(source, Path) else "standard input"
+    try:
+        if isinstance(source, Path):
+            with source.open("rb") as lines:
+                entries = list(islice(_entries(lines, name), limit))
+        else:
+            entries = list(islice(_entries(source, name), limit))
+    except OSError as error:
+        raise EeinferError(f"{name}: cannot read prompts: {error.strerror}") from None
+    if not entries:
+        raise EeinferError(f'{name}: no prompts; write one JSON object a line, such as {{"prompt": "Hello"}}')
+    return entries
+
+
+def output_line(output: RequestOutput, *, exits: bool, token_details: bool) -> dict[str, Any]:
+    """The answer to one request as a JSON object.
+
+    Args:
+        output: the answer.
+        exits: whether exits are on, so that depth is worth a word.
+        token_details: adds one entry a token.
+    """
+    if output.finish_reason is FinishReason.ERROR:
+        return {"id": output.id, "error": output.error}
+    completion = len(output.tokens)
+    line: dict[str, Any] = {
+        "id": output.id,
+        "text": output.text,
+        "finish_reason": output.finish_reason.value,
+        "usage": {
+            "prompt_tokens": output.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": output.prompt_tokens + completion,
+        },
+    }
+    if exits and output.mean_layers is not None:
+        shares = {str(depth): round(share, 4) for depth, share in output.exit_shares.items()}
+        line["exits"] = {"mean_layers": round(output.mean_layers, 3), "share": shares}
+    if token_details:
+        line["tokens"] = [
+            {"token_id": t.token_id, "text": t.text, "layers_executed": t.layers_executed, "confidence": t.confidence}
+            for t in output.tokens
+        ]
+    return line
+
+
+def error_line(error: LineError) -> dict[str, Any]:
+    """A bad line as a JSON object."""
+    return {"id": error.id, "line": error.line, "error": error.message}
+
+
+def _entries(lines: Iterable[bytes], name: str) -> Iterable[Request | LineError]:
+    seen: dict[str, int] = {}
+    for number, raw in enumerate(lines, start=1):
+        if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise EeinferError(f"{name}: this is UTF-16; save it as UTF-8")
+        raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw  # noqa: PLW2901 - a byte order mark
+        if raw.strip():
+            yield _entry(raw.rstrip(), number, seen)
+
+
+def _entry(raw: bytes, number: int, seen: dict[str, int]) -> Request | LineError:
+    request_id = f"line-{number}"
+    try:
+        fields = _parse(raw)
+        request_id = _request_id(fields, request_id)
+        _check_unique(request_id, seen)
+        seen[request_id] = number
+        return _request(fields, request_id)
+    except RequestError as error:
+        return LineError(number, request_id, f"line {number}: {error}")
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"not JSON at column {error.colno}: {error.msg}; write one whole object a line") from None
+    except RecursionError:
+        raise RequestError("nested too deeply; a prompt line is a flat object") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise RequestError(f"not JSON that can be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f'expected an object such as {{"prompt": "Hello"}}, got {_kind(fields)}')
+    return fields
+
+
+def _request_id(fields: Mapping[str, Any], default: str) -> str:
+    value = fields.get("id")
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise RequestError(f"id must be text or an integer, got {_kind(value)}")
+    return _text(str(value), "id")
+
+
+def _check_unique(request_id: str, seen: Mapping[str, int]) -> None:
+    if request_id in seen:
+        raise RequestError(f"id {request_id!r} is already that of line {seen[request_id]}; give it another")
+
+
+def _request(fields: Mapping[str, Any], request_id: str) -> Request:
+    for name in fields:
+        if name not in FIELDS and name not in IGNORED:
+            raise RequestError(f"unknown field {name!r}{did_you_mean(name, FIELDS)}")
+    prompt, messages = fields.get("prompt"), fields.get("messages")
+    if (prompt is None) == (messages is None):
+        raise RequestError(f"give prompt or messages, {'one of them' if prompt is None else 'not both'}")
+    return Request(
+        id=request_id,
+        prompt=None if prompt is None else _text(prompt, "prompt"),
+        messages=None if messages is None else _messages(messages),
+        sampling=SamplingParams(
+            max_tokens=_integer(fields.get("max_tokens"), "max_tokens", low=1),
+            temperature=_temperature(fields.get("temperature")),
+            seed=_integer(fields.get("seed"), "seed", low=0),
+            stop=_stop(fields.get("stop")),
+        ),
+    )
+
+
+def _messages(value: object) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list):
+        raise RequestError(f"messages must be a list, got {_kind(value)}")
+    if not value:
+        raise RequestError("messages is empty; give at least one message")
+    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(value))
+
+
+def _message(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} must be an object with role and content, got {_kind(value)}")
+    for name in value:
+        if name not in {"role", "content"}:
+            raise RequestError(f"{where}: unknown field {name!r}{did_you_mean(name, ('role', 'content'))}")
+    role = _text(value.get("role"), f"{where}.role")
+    if role not in ROLES:
+        raise RequestError(f"{where}: unknown role {role!r}{did_you_mean(role, ROLES)}")
+    return {"role": role, "content": _text(value.get("content"), f"{where}.content")}
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{where} must be text, got {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{where} has half a surrogate pair at character {error.start + 1}; remove it") from None
+    return value
+
+
+def _integer(value: object, where: str, *, low: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{where} must be an integer >= {low}, got {_kind(value)}")
+    if not low <= value <= MAX_SEED:
+        raise RequestError(f"{where} must be an integer >= {low} and < 2**63, got {value}")
+    return value
+
+
+def _temperature(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"temperature must be a number >= 0, got {_kind(value)}")
+    try:
+        temperature = float(value)
+    except OverflowError:
+        temperature = math.inf
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise RequestError(f"temperature must be a finite number >= 0, got {value}")
+    return temperature
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list):
+        raise RequestError(f"stop must be text or a list of texts, got {_kind(value)}")
+    stop = tuple(_text(s, "stop") for s in strings)
+    if "" in stop:
+        raise RequestError("stop has an empty string, which would end every answer at once; remove it")
+    return stop
+
+
+def _kind(value: object) -> str:
+    """A JSON value in words, with its text when that is short."""
+    if isinstance(value, bool | int | float) or value is None:
+        return json.dumps(value)
+    if isinstance(value, str):
+        return "empty text" if value == "" else "text"
+    return "a list" if isinstance(value, list) else "an object"

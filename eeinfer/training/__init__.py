@@ -1,0 +1,1 @@
+"""Tuning of exit heads; the backbone stays frozen."""
