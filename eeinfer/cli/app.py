@@ -1,0 +1,67 @@
+"""The `eeinfer` command."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from eeinfer.cli.config import config
+from eeinfer.cli.generate import generate
+from eeinfer.cli.pull import pull
+from eeinfer.cli.tune_heads import tune_heads
+from eeinfer.errors import EeinferError
+
+BAD_RUN = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="eeinfer",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 all answered, 1 some requests failed, 2 nothing ran (bad settings, model or file), "
+    "130 interrupted.",
+)
+app.command()(pull)
+app.command()(generate)
+app.command("tune-heads")(tune_heads)
+app.add_typer(config, name="config")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from eeinfer import __version__
+
+        typer.echo(f"eeinfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serve early-exit language models in batches."""
+
+
+def main() -> None:
+    """Run the command line. What a user can cause ends in one plain line on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows ?
+    try:
+        app()
+    except EeinferError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(BAD_RUN)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What standard error shows of a run: a progress bar while it lasts, a summary line at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from eeinfer.engine.engine import Stats
+
+
+class Meter:
+    """Prompts done, tokens/s and mean depth, on standard error while that is a terminal; gone when the run ends."""
+
+    def __init__(self, total: int) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}"))
+        # Redirecting standard output, rich would send the answers to standard error.
+        self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=4)
+        self._task = self._bar.add_task("", total=total, pace="")
+        self._wanted = sys.stderr.isatty() and console.is_interactive  # FORCE_COLOR makes no terminal of a log file
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Shows the bar."""
+        if not self._wanted:
+            yield
+            return
+        self._bar.start()
+        try:
+            yield
+        finally:
+            self._bar.stop()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Takes the bar away for the time of a write, which may go to the same terminal."""
+        if not self._bar.live.is_started:
+            yield
+            return
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
+
+    def step(self, stats: Stats) -> None:
+        """Shows the counters of the engine."""
+        depth = "" if stats.mean_layers is None else f", {stats.mean_layers:.1f} layers a token"
+        pace = f"{stats.tokens_per_second:.1f} tokens/s{depth}"
+        self._bar.update(self._task, completed=stats.finished + stats.failed, pace=pace)
+
+
+def summary(stats: Stats, *, num_layers: int, depths: Mapping[int, int]) -> str:
+    """A run in one line.
+
+    Args:
+        stats: counters of the engine.
+        num_layers: of the model.
+        depths: answered tokens by layers executed; with one depth alone nothing is said about it.
+    """
+    parts = [
+        f"{stats.finished + stats.failed} requests" + (f", {stats.failed} failed" if stats.failed else ""),
+        f"{stats.generated_tokens} tokens in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tokens/s)",
+    ]
+    if len(depths) > 1 and stats.mean_layers is not None:
+        shares = ", ".join(f"{depth}: {depths[depth] / sum(depths.values()):.1%}" for depth in sorted(depths))
+        parts += [f"{stats.mean_layers:.1f} of {num_layers} layers a token", f"left at {shares}"]
+    if stats.involuntary_exits or stats.involuntary_stays:
+        parts.append(f"involuntary exits {stats.involuntary_exits}, stays {stats.involuntary_stays}")
+    if stats.preemptions:
+        parts.append(f"preempted {stats.preemptions} times")
+    return "; ".join(parts)
