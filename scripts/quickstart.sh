@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# From a fresh checkout to early-exit answers: environment, model, heads, coloured answers, and full against split.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/environment.sh
+eeinfer pull >/dev/null
+echo
+echo "Answers of the default model; every token is coloured by the layer it left at:"
+echo
+eeinfer generate --num-prompts 6 --max-tokens 64 --show-exits
+echo
+echo "The same engine at full depth and with exits (eeinfer generate --strategy full|split):"
+echo
+python scripts/compare_strategies.py --strategy full,split --batch 1,8 --num-prompts 16 --max-tokens 48 --repeats 1
