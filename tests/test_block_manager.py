@@ -1,4 +1,4 @@
-"""BlockManager: reference counts, growth, sharing, exactness; hand cases and a model that random use is held against."""
+"""BlockManager: reference counts, growth, sharing, exactness; by hand, and random use against a model."""
 
 from __future__ import annotations
 

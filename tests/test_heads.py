@@ -48,9 +48,7 @@ HIDDEN, VOCABULARY, FINAL = normal(5, D, seed=1), normal(V, D, seed=2), normal(D
 
 
 def logits(spec: ExitSpec, own: dict[str, Tensor]) -> Tensor:
-    head = build_head(
-        spec, own, final_norm=lambda h: rms(h) * FINAL, vocabulary=lambda x: x @ VOCABULARY.T, eps=EPS
-    )
+    head = build_head(spec, own, final_norm=lambda h: rms(h) * FINAL, vocabulary=lambda x: x @ VOCABULARY.T, eps=EPS)
     assert head.layers_executed == spec.layers_executed
     return head.logits(HIDDEN)
 
@@ -185,6 +183,12 @@ def test_heads_without_tensors_need_no_second_file(tmp_path: Path) -> None:
     assert load_heads(tmp_path, BASE).specs == specs
     (tmp_path / TENSORS_NAME).unlink()
     assert load_heads(tmp_path, BASE).tensors == ({}, {})
+
+
+def test_heads_without_tensors_bring_none(tmp_path: Path) -> None:
+    save_heads(tmp_path, BASE, HeadsFile((ExitSpec(3, "shared"),), ({},)), header={}, results=[{}])
+    save_file({"exits.0.norm.weight": torch.ones(D)}, tmp_path / TENSORS_NAME)
+    refused(tmp_path, str(tmp_path / TENSORS_NAME), "unexpected tensor exits.0.norm.weight")
 
 
 def test_defaults_of_an_entry(folder: Path) -> None:

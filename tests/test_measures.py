@@ -67,6 +67,16 @@ def test_uniform_and_certain_at_real_vocabularies(vocabulary: int) -> None:
     assert found["entropy"] == pytest.approx([0, 1], abs=1e-6)
 
 
+@pytest.mark.parametrize("measure", LOGIT)
+def test_rounding_never_leaves_the_range(measure: str) -> None:
+    for vocabulary in range(2, 300):
+        logits = torch.cat(
+            (torch.zeros(1, vocabulary), torch.full((1, vocabulary), 7.3), torch.eye(vocabulary)[:1] * 90)
+        )
+        found = check(measure, logits).confidence
+        assert bool(((found >= 0) & (found <= 1)).all()), vocabulary
+
+
 @quick
 @given(logit_rows)
 def test_against_scipy_and_in_range(row: list[float]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -38,13 +39,22 @@ BLOCK = 2 * 4 * 16 * 2 * 32 * 4  # K and V, layers, tokens, KV heads, head size,
 
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    """An empty control group file system, on a host with 1000 MiB free; this process is in its outermost group."""
+    root = tmp_path / "cgroup"
+    root.mkdir()
+    monkeypatch.setattr(memory, "_CGROUP", root)
     host(monkeypatch, 1000 * MIB)
-    return tmp_path
+    member(monkeypatch, tmp_path, "0::/\n")
+    return root
+
+
+def member(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str) -> None:
+    (folder / "self").write_text(lines, encoding="utf-8")
+    monkeypatch.setattr(memory, "_PROCESS", folder / "self")
 
 
 def host(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
 
 
 def v2(root: Path, limit: object, used: object) -> None:
@@ -103,6 +113,42 @@ def test_page_cache_that_can_be_dropped_is_free(cgroup: Path) -> None:
     v2(cgroup, 300 * MIB, 290 * MIB)
     (cgroup / "memory.stat").write_text(f"anon {80 * MIB}\nfile {210 * MIB}\ninactive_file {200 * MIB}\n", "ascii")
     assert memory.free_memory(CPU) == 210 * MIB
+
+
+@pytest.mark.parametrize(
+    ("lines", "folder"),
+    [
+        ("0::/a/b\n", "a/b"),
+        ("0::/a/b\n", "a"),  # a limit around this group counts as well
+        ("0::/a/dbus-:1.2-x@0.service\n", "a/dbus-:1.2-x@0.service"),
+        ("5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n", "memory/docker/abc"),
+        ("5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n", "memory/docker"),
+    ],
+)
+def test_the_limit_of_a_group_inside(
+    cgroup: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str, folder: str
+) -> None:
+    member(monkeypatch, tmp_path, lines)
+    place = cgroup / folder
+    place.mkdir(parents=True)
+    if folder.startswith("memory"):
+        (place / "memory.limit_in_bytes").write_text(f"{300 * MIB}\n", encoding="ascii")
+        (place / "memory.usage_in_bytes").write_text(f"{100 * MIB}\n", encoding="ascii")
+        (place / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {MIB}\n", encoding="ascii")
+        assert memory.free_memory(CPU) == 201 * MIB
+    else:
+        v2(place, 300 * MIB, 100 * MIB)
+        assert memory.free_memory(CPU) == 200 * MIB
+        v2(cgroup, 150 * MIB, 100 * MIB)  # the tightest counts
+        assert memory.free_memory(CPU) == 50 * MIB
+
+
+def test_without_a_list_of_groups_the_host_counts(
+    cgroup: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "_PROCESS", tmp_path / "none")
+    assert list(cgroup.iterdir()) == []
+    assert memory.free_memory(CPU) == 1000 * MIB
 
 
 def test_this_machine() -> None:
@@ -165,22 +211,22 @@ def test_the_cache_is_zero_and_can_be_written() -> None:
 
 
 def test_the_cache_takes_no_memory_before_it_is_written() -> None:
-    before = memory.psutil.Process().memory_info().rss
+    before = psutil.Process().memory_info().rss
     cache = memory.zeros((2**30,), torch.float32, CPU)
     assert cache[-1] == 0
-    assert memory.psutil.Process().memory_info().rss - before < 2**28
+    assert psutil.Process().memory_info().rss - before < 2**28
 
 
 def test_wide_heads_and_types_cost_more(cgroup: Path) -> None:
     v2(cgroup, 16 * BLOCK, 0)
     settings = CacheSettings(memory_fraction=1.0)
     found = [
-        memory.num_blocks(settings, replace(CONFIG, **change), dtype, CPU, 1000)
-        for change, dtype in (
-            ({}, torch.float32),
-            ({"num_kv_heads": 8}, torch.float32),
-            ({"num_layers": 8}, torch.float32),
-            ({"head_dim": 64}, torch.float64),
+        memory.num_blocks(settings, config, dtype, CPU, 1000)
+        for config, dtype in (
+            (CONFIG, torch.float32),
+            (replace(CONFIG, num_kv_heads=8), torch.float32),
+            (replace(CONFIG, num_layers=8), torch.float32),
+            (replace(CONFIG, head_dim=64), torch.float64),
         )
     ]
     assert found == [16, 4, 8, 4]

@@ -1,4 +1,4 @@
-"""Ops against independent formulas in float64: loops for attention, complex numbers for RoPE, scipy for logit statistics."""
+"""Ops against independent formulas: loops for attention, complex numbers for RoPE, scipy for logit statistics."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from scipy import special
 from torch import Tensor
 
+from eeinfer.core.plan import Draw, Row
 from eeinfer.ops.attention import paged_attention, store_kv
 from eeinfer.ops.logit_stats import logit_stats
 from eeinfer.ops.norm import at_least_float32, rms_norm
 from eeinfer.ops.rope import SCALING_KEYS, SCALINGS, inverse_frequencies, rotate, rotations
 from eeinfer.ops.token_batch import TokenBatch, slot_of
+from eeinfer.runner.row_pool import RowPool
 
 inf, nan = math.inf, math.nan
 LLAMA3 = {
@@ -127,17 +129,15 @@ def test_scaling_of_each_kind() -> None:
     assert (between.diff() < 0).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "scaling"), [("default", {}), ("linear", {"factor": 2.5}), ("llama3", LLAMA3)]
-)
+@pytest.mark.parametrize(("kind", "scaling"), [("default", {}), ("linear", {"factor": 2.5}), ("llama3", LLAMA3)])
 def test_frequencies_equal_those_of_transformers(kind: str, scaling: dict[str, Any]) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rope = {"rope_type": kind, "rope_theta": 50_000.0, **scaling}
-    config = LlamaConfig(
-        hidden_size=128, num_attention_heads=2, max_position_embeddings=32768, rope_theta=50_000.0, rope_scaling=rope
-    )
+    keys: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 32768}
+    keys |= {"rope_theta": 50_000.0, "rope_scaling": rope}  # spelled so that releases 4 and 5 take it
+    config = LlamaConfig(**keys)
     theirs = LlamaRotaryEmbedding(config).inv_freq
     same(SCALINGS[kind](inverse_frequencies(64, 50_000.0), scaling), theirs, 1e-6)
 
@@ -161,6 +161,19 @@ def test_decode_batch() -> None:
     assert mask is not None
     assert mask.shape == (2, 1, 1, 8)
     assert mask[:, 0, 0].tolist() == [[True] * 3 + [False] * 5, [True] * 6 + [False] * 2]
+
+
+def test_rows_of_unequal_length_never_read_blocks_of_others() -> None:
+    """Padding is masked, but a weight of 0 times the NaN of a failing companion is NaN."""
+    rows = (Row(2, 5, 6, (4, 7), Draw()), Row(0, 5, 1, (0,), Draw()), Row(1, 5, 2, (3,), Draw()))
+    pool = RowPool(3, 4, 4, 8, torch.float32, torch.device("cpu"))
+    pool.begin(rows)
+    tables = pool.batch(rows, pool.slots(rows)).block_tables.tolist()
+    assert [set(found) for found in tables] == [{4, 7}, {0}, {3}]
+    later = (Row(2, 5, 0, (1,), Draw()), Row(0, 5, 8, (0, 2, 6), Draw()))
+    pool.begin(later)
+    tables = pool.batch(later, pool.slots(later)).block_tables.tolist()
+    assert [set(found) for found in tables] == [{1}, {0, 2, 6}]
 
 
 def test_ragged_batch() -> None:

@@ -54,10 +54,12 @@ def test_every_prompt_is_well_formed(prompts: list[dict[str, Any]]) -> None:
         assert set(prompt) == {"id", "category", "messages"}, prompt
         assert prompt["id"].startswith(prompt["category"] + "-"), prompt["id"]
         messages = prompt["messages"]
-        assert isinstance(messages, list) and messages, prompt["id"]
+        assert isinstance(messages, list), prompt["id"]
+        assert messages, prompt["id"]
         for message in messages:
             assert set(message) == {"role", "content"}, prompt["id"]
-            assert isinstance(message["content"], str) and message["content"].strip(), prompt["id"]
+            assert isinstance(message["content"], str), prompt["id"]
+            assert message["content"].strip(), prompt["id"]
         roles = [message["role"] for message in messages]
         # Chat templates accept one optional leading system turn, then user and assistant in alternation.
         turns = roles[1:] if roles[0] == "system" else roles

@@ -18,7 +18,7 @@ BELOW_ONE = 1 - 2.0**-53  # the largest uniform that a sequence draws
 
 
 def uniforms(n: int, seed: int = 0) -> list[float]:
-    return np.random.default_rng(seed).random(n).tolist()
+    return [float(u) for u in np.random.default_rng(seed).random(n)]
 
 
 def pick(row: list[float], temperature: float, uniform: float, dtype: torch.dtype = torch.float32) -> int:

@@ -1,4 +1,4 @@
-"""The Scheduler: small schedules worked out by hand, and random use against a model of the cache that the plans act on."""
+"""The Scheduler: small schedules worked out by hand, and random use against a model of the cache."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def scheduler(
 ) -> Scheduler:
     blocks = BlockManager(num_blocks, block_size)
     rule_ = leave_rule(strategy, sticky=sticky)
-    return Scheduler(
-        blocks, ends, rule_, approximate=approximate, max_num_seqs=seqs, max_num_batched_tokens=budget
-    )
+    return Scheduler(blocks, ends, rule_, approximate=approximate, max_num_seqs=seqs, max_num_batched_tokens=budget)
 
 
 def went(token: int, confidence: float | None = None, *, ready: bool = False) -> Verdict:
@@ -148,9 +146,9 @@ def test_out_of_blocks_the_newest_gives_way_and_is_replayed_at_its_recorded_dept
     assert (b.block_table, b.num_cached, b.slot) == ([], 0, -1)
     assert s.stats.preemptions == 1
     s.finish(a, FinishReason.STOP)
-    plan = s.next()
-    assert plan == Prefill((Span(b.slot, (100, 101, 102, 50), 0, tuple(b.block_table), (4, 4, 4, 2), None),))
-    assert s.commit(plan, (Verdict(),)) == []
+    replay = s.next()
+    assert replay == Prefill((Span(b.slot, (100, 101, 102, 50), 0, tuple(b.block_table), (4, 4, 4, 2), None),))
+    assert s.commit(replay, (Verdict(),)) == []
     assert [s.blocks.is_exact(block) for block in b.block_table] == [True, False]
     assert next_pass(s, 0, b).rows[0].token == 60
     assert b.generated == [50, 60]
@@ -225,9 +223,9 @@ def test_newcomers_join_between_iterations_only() -> None:
     s.add(b)
     s.commit(plan, (STAYS,))
     s.commit(next_pass(s, 1, a), (went(51),))
-    plan = s.next()
-    assert isinstance(plan, Prefill)
-    s.commit(plan, (went(50),))
+    joined = s.next()
+    assert isinstance(joined, Prefill)
+    s.commit(joined, (went(50),))
     next_pass(s, 0, a, b)
 
 
@@ -260,6 +258,34 @@ def test_ended_in_the_middle_of_an_iteration() -> None:
     s.commit(next_pass(s, 1, c), (went(61),))
     next_pass(s, 0, c)
     s.check()
+
+
+@pytest.mark.parametrize("plans", range(5))
+def test_a_plan_that_was_never_carried_out(plans: int) -> None:
+    """After an interrupt everything is ended between a plan and its outcome; newcomers must not notice."""
+    s, a, b = scheduler(), sequence("a", 3, 4), sequence("b", 3, 4)
+    s.add(a)
+    s.add(b)
+    for _ in range(plans):
+        plan = s.next()
+        match plan:
+            case Pass(stage=0):
+                s.commit(plan, (went(60, 0.9, ready=True), STAYS))
+            case Pass() | Prefill():
+                s.commit(plan, tuple(went(50) for _ in (plan.rows if isinstance(plan, Pass) else plan.spans)))
+            case Complete():
+                s.commit(plan, ())
+    assert s.next() is not None
+    s.finish(a, FinishReason.ERROR, "aborted")
+    s.finish(b, FinishReason.ERROR, "aborted")
+    assert s.next() is None
+    c = sequence("c", 5, 3)
+    prefilled(s, c)
+    decode(s, c)
+    decode(s, c)
+    assert (c.generated, c.depths) == ([50, 51, 51], [4, 4, 4])
+    assert s.next() is None
+    assert s.blocks.num_free == s.blocks.num_blocks
 
 
 def test_ended_while_waiting() -> None:

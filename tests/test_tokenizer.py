@@ -1,4 +1,4 @@
-"""Text to tokens and back: special tokens once, chat templates in a sandbox, streams never cut inside a character, stops."""
+"""Text to tokens and back: special tokens, chat templates in a sandbox, streams by whole characters, stop strings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def byte_fallback() -> FastTokenizer:
             vocab={t: i for i, t in enumerate(vocabulary)},
             merges=[("▁", "a"), ("▁", "b")],
             byte_fallback=True,
-            unk_token="<unk>",
+            unk_token="<unk>",  # noqa: S106 - no password
         )
     )
     fast.add_special_tokens([*SPECIAL, "<unk>"])
@@ -132,7 +132,7 @@ def test_a_token_beyond_the_model_is_refused(tmp_path: Path) -> None:
     """Few tokens, but one with a number that the model has no embedding for."""
     words = {"<unk>": 0, "a": 1, "b": 40}
     fast = FastTokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106 - no password
-    with pytest.raises(ModelError, match="tokenizer.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer(write(tmp_path, fast), 10)
 
 
@@ -172,6 +172,16 @@ def test_which_tokens_end_an_answer(tmp_path: Path, files: dict[str, Any], expec
     assert Tokenizer(write(tmp_path, **files), 300).eos_token_ids == expected
 
 
+@pytest.mark.parametrize("name", ["generation_config", "config"])
+@pytest.mark.parametrize("value", ["</s>", [1, "</s>"], 1.5, True, {}])
+def test_an_end_that_is_no_token_id_names_its_file(tmp_path: Path, name: str, value: object) -> None:
+    """It would never be met, and every answer would run to its limit."""
+    files: dict[str, Any] = {name: {"eos_token_id": value}}
+    folder = write(tmp_path, **files)
+    with pytest.raises(ModelError, match=rf"{name}\.json.*eos_token_id"):
+        Tokenizer(folder, 300)
+
+
 # Chat templates
 
 
@@ -180,7 +190,7 @@ def test_a_template_sees_what_hugging_face_templates_expect(tmp_path: Path) -> N
     {%- if m['role'] == 'skip' %}{% continue %}{% endif %}
 [{{ m.role }}]{{ m.content | trim }}{{ eos_token }}
 {% endfor %}
-{% if add_generation_prompt %}
+  {% if add_generation_prompt %}
 [assistant]
 {%- endif %}"""
     messages = [{"role": "user", "content": " hi "}, {"role": "skip", "content": ""}, {"role": "x", "content": "é<&"}]
@@ -196,7 +206,8 @@ def test_strftime_now(tmp_path: Path) -> None:
 
 
 def test_raise_exception_is_the_requests_fault(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, "{% if not messages[0].ok %}{{ raise_exception('roles alternate') }}{% endif %}")
+    template = "{% if not messages[0].ok %}{{ raise_exception('roles alternate') }}{% endif %}"
+    tokenizer = with_template(tmp_path, template)
     with pytest.raises(RequestError, match="roles alternate"):
         tokenizer.encode_chat(USER)
 
@@ -279,9 +290,15 @@ def test_without_a_template_messages_are_refused_and_prompts_run(tmp_path: Path,
 # Streams
 
 
-def pieces(fast: FastTokenizer, ids: list[int]) -> list[str]:
+def pieces(fast: FastTokenizer, ids: Sequence[int]) -> list[str]:
     stream = TextStream(fast)
     return [stream.push(token) for token in ids]
+
+
+def token_ids(fast: FastTokenizer, tokens: Sequence[str]) -> list[int]:
+    found = [fast.token_to_id(token) for token in tokens]
+    assert None not in found
+    return [token for token in found if token is not None]
 
 
 @pytest.mark.parametrize("fast", [byte_level(), byte_fallback()], ids=["byte-level", "byte-fallback"])
@@ -298,7 +315,7 @@ def test_a_character_of_several_tokens_comes_with_its_last(fast: FastTokenizer) 
 
 @pytest.mark.parametrize("fast", [byte_level(), byte_fallback()], ids=["byte-level", "byte-fallback"])
 def test_special_and_unknown_tokens_have_no_text(fast: FastTokenizer) -> None:
-    a = fast.token_to_id("a")
+    (a,) = token_ids(fast, "a")
     assert pieces(fast, [0, a, 1, a, 5000, a, 0]) == ["", "a", "", "a", "", "a", ""]
 
 
@@ -313,10 +330,9 @@ def test_special_and_unknown_tokens_have_no_text(fast: FastTokenizer) -> None:
 )
 def test_bytes_that_are_no_character_are_replaced_once_that_is_certain(data: bytes, expected: str) -> None:
     fast = byte_level()
-    alphabet = {token: fast.token_to_id(token) for token in pre_tokenizers.ByteLevel.alphabet()}
-    encoded = {bytes([b]): token for b, token in byte_names().items()}
-    ids = [alphabet[encoded[bytes([b])]] for b in data]
-    assert "".join(pieces(fast, ids)) == expected
+    names = byte_names()
+    assert sorted(names.values()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert "".join(pieces(fast, token_ids(fast, [names[b] for b in data]))) == expected
 
 
 def byte_names() -> dict[int, str]:
@@ -330,7 +346,7 @@ def byte_names() -> dict[int, str]:
 def test_a_broken_character_after_a_whole_one_does_not_end_the_run(tokens: list[str]) -> None:
     """Models emit broken bytes now and then. Text that was handed out stays; the rest goes on after it."""
     fast = byte_fallback()
-    found = "".join(pieces(fast, [fast.token_to_id(token) for token in tokens]))
+    found = "".join(pieces(fast, token_ids(fast, tokens)))
     assert found.startswith("é" if tokens[0] == "<0xC3>" else "A")
     assert found.endswith("a" if tokens[-1] == "▁a" else "!")
 
@@ -345,13 +361,13 @@ def test_no_tokens_break_a_stream(ids: list[int]) -> None:
 
 
 @quick
-@given(st.text(max_size=20))
+@given(st.text(max_size=20) | st.text("ab !é😀", max_size=20))
 def test_streamed_text_is_the_text(text: str) -> None:
-    fast = byte_level(("a", "b"))
-    ids = fast.encode(text, add_special_tokens=False).ids
-    found = "".join(pieces(fast, ids))
-    assert text.startswith(found)
-    assert text[len(found) :].strip("\ufffd") == ""  # a real U+FFFD at the end cannot be told from an incomplete one
+    for fast in (byte_level(("a", "b")), byte_fallback()):
+        ids = fast.encode(text, add_special_tokens=False).ids
+        found, full = "".join(pieces(fast, ids)), fast.decode(ids)
+        assert full.startswith(found)
+        assert full[len(found) :].strip("\ufffd") == ""  # at the end, a real U+FFFD and half a character look alike
 
 
 # Stop strings

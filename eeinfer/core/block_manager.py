@@ -10,8 +10,6 @@ Only exact blocks may ever be shared between sequences.
 
 from __future__ import annotations
 
-from collections import deque
-
 
 class BlockManager:
     """Hands out the blocks of one KV cache and counts the references to each.
@@ -29,7 +27,8 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.peak_used = 0
-        self._free: deque[int] = deque(range(num_blocks))
+        # A stack: blocks used last are warm, and a cache that is lazily zero stays as small as it can.
+        self._free = list(reversed(range(num_blocks)))
         self._references = [0] * num_blocks
         self._exact = [True] * num_blocks
 
@@ -53,7 +52,7 @@ class BlockManager:
             return False
         exact = not block_table or self._exact[block_table[-1]]
         for _ in range(missing):
-            block = self._free.popleft()
+            block = self._free.pop()
             self._references[block] = 1
             self._exact[block] = exact
             block_table.append(block)

@@ -27,7 +27,8 @@ from eeinfer.model.fingerprint import fingerprint
 from eeinfer.model.loader import load_weights
 from eeinfer.model.tokenizer import Tokenizer
 from eeinfer.runner.memory import num_blocks
-from eeinfer.runner.model_runner import CacheShape, ModelRunner
+from eeinfer.runner.model_runner import ModelRunner
+from eeinfer.runner.row_pool import CacheShape
 
 Note = Callable[[str], None]
 PACKAGED_SETTINGS = "eeinfer.toml"

@@ -26,7 +26,7 @@ class TokenBatch:
     Attributes:
         positions: [n] int64, place of each token in its sequence.
         slots: [n] int64, where its K and V are written.
-        block_tables: [sequences, width] int64, padded with any valid block.
+        block_tables: [sequences, width] int64, padded with a block of zeros.
         queries: for each sequence, its tokens in the flat order as (start, stop). `None`: one token a sequence
             (decode).
         masks: for each sequence the keys each query sees, [queries, context] bool; `None` where the queries are the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isnan
 
 import torch
@@ -14,18 +13,9 @@ from eeinfer.exits.check import Checked, Exit
 from eeinfer.exits.completion import complete
 from eeinfer.model.decoder import Decoder
 from eeinfer.runner.memory import zeros
-from eeinfer.runner.row_pool import RowPool, padded
+from eeinfer.runner.row_pool import CacheShape, RowPool, padded
 from eeinfer.runner.sampler import sample
 from eeinfer.runner.span_tokens import SpanTokens
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Size of the paged cache: blocks, tokens in a block, and the most sequences in flight."""
-
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
 
 
 class ModelRunner:
@@ -39,7 +29,7 @@ class ModelRunner:
 
     Attributes:
         stages: the layers between exits; the last stage ends at the model's own head.
-        cache: [layers, 2, num_blocks, block_size, kv_heads, head_dim]. Zeros at first: unread slots must be finite.
+        cache: [layers, 2, num_blocks + 1, block_size, kv_heads, head_dim]; the last block stays zero.
     """
 
     def __init__(self, decoder: Decoder, exits: Sequence[Exit], completion: str, shape: CacheShape) -> None:
@@ -50,36 +40,38 @@ class ModelRunner:
         ends = [*(e.head.layers_executed for e in exits), decoder.num_layers]
         self.stages = tuple(range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
         config = decoder.config
-        sizes = (config.num_layers, 2, shape.num_blocks, shape.block_size, config.num_kv_heads, config.head_dim)
+        # One block more than can be handed out, never written: the padding of block tables names it.
+        self._null_block = shape.num_blocks
+        sizes = (config.num_layers, 2, shape.num_blocks + 1, shape.block_size, config.num_kv_heads, config.head_dim)
         self.cache = zeros(sizes, decoder.dtype, decoder.device)
-        width = min(shape.num_blocks, -(-config.max_position // shape.block_size))
-        self._rows = RowPool(
-            shape.max_num_seqs, width, shape.block_size, config.hidden_size, decoder.dtype, decoder.device
-        )
+        self._rows = RowPool(shape, config.max_position, config.hidden_size, decoder.dtype, decoder.device)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:
         """Carry out a plan. One Verdict for each span or row; none for Complete."""
         match plan:
             case Prefill(spans):
-                return self._scrub_failed(spans, self._prefill(spans))
-            case Pass(rows=rows):
-                return self._scrub_failed(rows, self._pass(plan))
+                return self._prefill(spans)
+            case Pass():
+                return self._pass(plan)
             case Complete():
                 self._complete(plan)
                 return ()
 
-    def _scrub_failed(self, owners: Sequence[Span | Row], outcome: Outcome) -> Outcome:
-        """Clear NaN from the blocks of failed sequences.
+    def _clear(self, tables: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        """Zero the slots of each block table from position `starts[i]` on: its sequence has written nothing there.
 
-        Whoever gets them next masks what it has not written with a weight of 0, and 0 times NaN is NaN. Finite values
-        stay, for other holders of the same blocks.
+        Attention reads whole blocks and gives what is masked a weight of 0; what a former holder left there may be NaN
+        or infinite, and 0 times NaN is NaN.
         """
-        for owner, verdict in zip(owners, outcome, strict=True):
-            if verdict.failed:
-                blocks = torch.tensor(owner.block_table, device=self.cache.device)
-                self.cache[:, :, blocks] = self.cache[:, :, blocks].nan_to_num(0.0, 0.0, 0.0)
-        return outcome
+        size = self.block_size
+        slots = [
+            table[position // size] * size + position % size
+            for table, start in zip(tables, starts, strict=True)
+            for position in range(start, len(table) * size)
+        ]
+        if slots:
+            self.cache.flatten(2, 3).index_fill_(2, torch.tensor(slots, device=self.cache.device), 0)
 
     # Decoding
 
@@ -87,6 +79,8 @@ class ModelRunner:
         rows = plan.rows
         if plan.stage == 0:
             self._rows.begin(rows)
+            fresh = [row for row in rows if row.position % self.block_size == 0]
+            self._clear([row.block_table for row in fresh], [row.position for row in fresh])
         slots = self._rows.slots(rows)
         hidden = self._embed([row.token for row in rows]) if plan.stage == 0 else self._rows.load(slots)
         batch = self._rows.batch(rows, slots)
@@ -136,7 +130,8 @@ class ModelRunner:
 
     def _prefill(self, spans: Sequence[Span]) -> Outcome:
         """Run all tokens through the stages; a replayed token stops, and is completed, at its recorded depth."""
-        tables = padded([span.block_table for span in spans]).to(self.decoder.device)
+        self._clear([s.block_table for s in spans], [s.start + len(s.tokens) for s in spans])
+        tables = padded([span.block_table for span in spans], self._null_block).to(self.decoder.device)
         tokens = SpanTokens.of(spans)
         hidden = self._embed([token for span in spans for token in span.tokens])
         for stage in self.stages:

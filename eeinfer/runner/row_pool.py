@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,30 +12,39 @@ from eeinfer.core.plan import Row
 from eeinfer.ops.token_batch import TokenBatch
 
 
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Size of the paged cache: blocks that can be handed out, tokens in a block, and the most sequences in flight."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+
 class RowPool:
     """Device state of the rows of one iteration.
 
     Args:
-        num_slots: most sequences in flight.
-        width: most blocks of one sequence.
-        block_size: tokens in a block.
+        shape: of the cache that the rows point into.
+        max_position: longest context.
         hidden_size, dtype, device: of the hidden states.
     """
 
     def __init__(
-        self, num_slots: int, width: int, block_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self, shape: CacheShape, max_position: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._block_size = block_size
-        self._hidden = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
-        self._positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._block_tables = torch.zeros(num_slots, width, dtype=torch.int64, device=device)
+        self._shape = shape
+        width = min(shape.num_blocks, -(-max_position // shape.block_size))
+        self._hidden = torch.zeros(shape.max_num_seqs, hidden_size, dtype=dtype, device=device)
+        self._positions = torch.zeros(shape.max_num_seqs, dtype=torch.int64, device=device)
+        self._block_tables = torch.zeros(shape.max_num_seqs, width, dtype=torch.int64, device=device)
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Take in the rows of a new iteration."""
         slots = self.slots(rows)
         device = slots.device
         self._positions[slots] = torch.tensor([row.position for row in rows], device=device)
-        tables = padded([row.block_table for row in rows]).to(device)
+        tables = padded([row.block_table for row in rows], self._shape.num_blocks).to(device)
         self._block_tables[slots, : tables.shape[1]] = tables
 
     def slots(self, rows: Sequence[Row]) -> Tensor:
@@ -44,7 +54,7 @@ class RowPool:
     def batch(self, rows: Sequence[Row], slots: Tensor) -> TokenBatch:
         """The step data of these rows, wide enough for the longest of them."""
         width = max(len(row.block_table) for row in rows)
-        return TokenBatch.decode(self._positions[slots], self._block_tables[slots, :width], self._block_size)
+        return TokenBatch.decode(self._positions[slots], self._block_tables[slots, :width], self._shape.block_size)
 
     def load(self, slots: Tensor) -> Tensor:
         """Hidden states [n, d] of the rows in `slots`."""
@@ -55,7 +65,7 @@ class RowPool:
         self._hidden[slots] = hidden
 
 
-def padded(tables: Sequence[Sequence[int]]) -> Tensor:
-    """Block tables of unequal length as int64 [n, longest]; padding names block 0 and is never read."""
+def padded(tables: Sequence[Sequence[int]], null_block: int) -> Tensor:
+    """Block tables of unequal length as int64 [n, longest], padded with a block that is always zero."""
     width = max(map(len, tables))
-    return torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
+    return torch.tensor([[*table, *[null_block] * (width - len(table))] for table in tables])

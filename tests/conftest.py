@@ -1,0 +1,69 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import PlainLlama
+from tiny import load_decoder, write_model
+
+from eeinfer import LLM
+from eeinfer.model.decoder import Decoder
+
+# Tiny models gain nothing from threads, and lose much to each other's on a busy machine.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of the machine's reaches a test."""
+    for name in [name for name in os.environ if name.startswith("EEINFER_") and "__" in name]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny random model, by the name of its variant."""
+    root = tmp_path_factory.mktemp("models")
+    return cache(lambda variant: write_model(root / variant, variant))
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder(tiny_model: Callable[[str], Path]) -> Callable[..., Decoder]:
+    """The decoder of a variant, float64 unless asked otherwise. Shared: tests that change weights load their own."""
+    return cache(lambda variant, dtype=torch.float64: load_decoder(tiny_model(variant), dtype))
+
+
+@pytest.fixture(scope="session")
+def plain(tiny_model: Callable[[str], Path]) -> Callable[[str], PlainLlama]:
+    """The plain reference of a variant."""
+    return cache(lambda variant: PlainLlama(tiny_model(variant)))
+
+
+@pytest.fixture
+def make_llm(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., LLM]]:
+    """Builds an LLM on a tiny model (float64, CPU, small blocks); at the end none may have lost a block."""
+    made = []
+
+    def make(variant: str = "gqa", **settings: Any) -> LLM:
+        defaults: dict[str, Any] = {
+            "dtype": "float64",
+            "device": "cpu",
+            "block_size": 4,
+            "num_blocks": 64,
+            "max_num_seqs": 4,
+        }
+        made.append(LLM(str(tiny_model(variant)), **(defaults | settings)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.engine.scheduler.check()
+        blocks = llm.engine.scheduler.blocks
+        assert blocks.num_free == blocks.num_blocks, "blocks leaked"

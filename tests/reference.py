@@ -1,0 +1,181 @@
+"""A Llama written from its definition: float64, one token at a time, one layer at a time, K and V in plain lists.
+
+Nothing of eeinfer is used here. The engine's batching, paging, stages, completion and replay are held against this.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+Vector = NDArray[np.float64]
+
+
+@dataclass
+class Trace:
+    """What becomes of one sequence.
+
+    Attributes:
+        tokens: generated token ids.
+        gaps: for each, the largest logit minus the second: how far it is from a tie.
+        keys, values: by layer, then position: [kv_heads, head_dim], keys rotated.
+    """
+
+    keys: list[list[Vector]]
+    values: list[list[Vector]]
+    tokens: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def kv(self) -> NDArray[np.float64]:
+        """[layers, 2, positions, kv_heads, head_dim]."""
+        return np.stack([np.stack((k, v)) for k, v in zip(self.keys, self.values, strict=True)])
+
+
+class PlainLlama:
+    """The model in `folder`, a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self.weights: dict[str, Vector] = {}
+        for path in folder.glob("*.safetensors"):
+            self.weights |= {name: array.astype(np.float64) for name, array in load_file(path).items()}
+        self.num_layers: int = config["num_hidden_layers"]
+        self.heads: int = config["num_attention_heads"]
+        self.kv_heads: int = config["num_key_value_heads"]
+        self.head_dim: int = config.get("head_dim") or config["hidden_size"] // self.heads
+        self.eps: float = config["rms_norm_eps"]
+        self.head_name = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+        rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]} | (config["rope_scaling"] or {})
+        self.frequencies = frequencies(self.head_dim, rope)
+
+    def generate(self, prompt: Sequence[int], depths: Sequence[int], completion: str) -> Trace:
+        """Generate len(depths) tokens greedily; token j leaves after depths[j] layers, the first at full depth."""
+        assert depths[0] == self.num_layers, "a prompt runs at full depth"
+        trace = Trace([[] for _ in range(self.num_layers)], [[] for _ in range(self.num_layers)])
+        for position, token in enumerate(prompt):
+            hidden = self._run(token, position, self.num_layers, trace)
+        self._pick(hidden, trace)
+        for position, depth in enumerate(depths[1:], start=len(prompt)):
+            hidden = self._run(trace.tokens[-1], position, depth, trace)
+            self._pick(hidden, trace)
+            self._complete(completion, depth, hidden, position, trace)
+        return trace
+
+    def teacher_forced(self, tokens: Sequence[int]) -> Trace:
+        """K and V of `tokens` when all run at full depth."""
+        trace = Trace([[] for _ in range(self.num_layers)], [[] for _ in range(self.num_layers)])
+        for position, token in enumerate(tokens):
+            self._run(token, position, self.num_layers, trace)
+        return trace
+
+    def logits(self, hidden: Vector) -> Vector:
+        """The model's own norm and head."""
+        return self.weights[f"{self.head_name}.weight"] @ self._norm("model.norm", hidden)
+
+    def _run(self, token: int, position: int, depth: int, trace: Trace) -> Vector:
+        hidden = self.weights["model.embed_tokens.weight"][token]
+        for layer in range(depth):
+            hidden = self._layer(layer, hidden, position, trace)
+        return hidden
+
+    def _layer(self, layer: int, hidden: Vector, position: int, trace: Trace) -> Vector:
+        name = f"model.layers.{layer}"
+        normed = self._norm(f"{name}.input_layernorm", hidden)
+        key, value = self._key_value(layer, normed, position)
+        trace.keys[layer].append(key)
+        trace.values[layer].append(value)
+        query = self._linear(f"{name}.self_attn.q_proj", normed).reshape(self.heads, self.head_dim)
+        outputs = []
+        for head in range(self.heads):
+            group = head // (self.heads // self.kv_heads)
+            rotated = self._rotate(query[head], position)
+            scores = np.array([rotated @ k[group] for k in trace.keys[layer]]) / math.sqrt(self.head_dim)
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum()
+            outputs.append(sum(w * v[group] for w, v in zip(weights, trace.values[layer], strict=True)))
+        hidden = hidden + self._linear(f"{name}.self_attn.o_proj", np.concatenate(outputs))
+        normed = self._norm(f"{name}.post_attention_layernorm", hidden)
+        gate = self._linear(f"{name}.mlp.gate_proj", normed)
+        up = self._linear(f"{name}.mlp.up_proj", normed)
+        return hidden + self._linear(f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+
+    def _complete(self, completion: str, depth: int, hidden: Vector, position: int, trace: Trace) -> None:
+        """K and V of the layers from `depth` on, for a token that left with `hidden`."""
+        for layer in range(depth, self.num_layers):
+            if completion == "oracle":
+                hidden = self._layer(layer, hidden, position, trace)
+            elif completion == "copy":
+                trace.keys[layer].append(trace.keys[depth - 1][-1])
+                trace.values[layer].append(trace.values[depth - 1][-1])
+            else:
+                key, value = self._key_value(
+                    layer, self._norm(f"model.layers.{layer}.input_layernorm", hidden), position
+                )
+                trace.keys[layer].append(key)
+                trace.values[layer].append(value)
+
+    def _key_value(self, layer: int, normed: Vector, position: int) -> tuple[Vector, Vector]:
+        shape = self.kv_heads, self.head_dim
+        key = self._linear(f"model.layers.{layer}.self_attn.k_proj", normed).reshape(shape)
+        value = self._linear(f"model.layers.{layer}.self_attn.v_proj", normed).reshape(shape)
+        return np.stack([self._rotate(head, position) for head in key]), value
+
+    def _pick(self, hidden: Vector, trace: Trace) -> None:
+        logits = self.logits(hidden)
+        second, first = np.sort(logits)[-2:]
+        trace.tokens.append(int(logits.argmax()))
+        trace.gaps.append(float(first - second))
+
+    def _norm(self, name: str, x: Vector) -> Vector:
+        return x / np.sqrt((x * x).mean() + self.eps) * self.weights[f"{name}.weight"]
+
+    def _linear(self, name: str, x: Vector) -> Vector:
+        product = self.weights[f"{name}.weight"] @ x
+        return product + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else product
+
+    def _rotate(self, x: Vector, position: int) -> Vector:
+        half = self.head_dim // 2
+        rotated = np.empty_like(x)
+        for i in range(half):
+            angle = position * float(self.frequencies[i])
+            rotated[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+            rotated[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+        return rotated
+
+
+def frequencies(head_dim: int, rope: dict[str, Any]) -> torch.Tensor:
+    """Rotary frequencies in float32: the precision checkpoints were trained with is part of the definition."""
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return plain
+    if kind == "linear":
+        return plain / rope["factor"]
+    assert kind == "llama3"
+    return torch.stack([_llama3(frequency, rope) for frequency in plain])
+
+
+def _llama3(frequency: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Long waves are stretched, short ones kept, those between blended."""
+    original, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    wavelength = 2 * math.pi / frequency
+    if wavelength < original / high:
+        return frequency
+    if wavelength > original / low:
+        return frequency / rope["factor"]
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / rope["factor"] + smooth * frequency
+
+
+def random_depths(rng: np.random.Generator, exits: Sequence[int], num_layers: int, count: int) -> list[int]:
+    """A schedule of `count` depths: the first full, the others drawn from the exits and full depth."""
+    return [num_layers, *rng.choice([*exits, num_layers], size=count - 1).tolist()]
