@@ -30,11 +30,11 @@ MakeLLM = Callable[..., LLM]
 TinyDecoder = Callable[..., Decoder]
 
 
-def requests(count: int = 6, max_tokens: int = 12) -> list[Request]:
-    """Prompts and answers of unequal length."""
-    prompts = [[(17 * i + 29 * j) % 256 for j in range(3 + 4 * i % 11)] for i in range(count)]
+def requests() -> list[Request]:
+    """Six prompts and answers of unequal length."""
+    prompts = [[(17 * i + 29 * j) % 256 for j in range(3 + 4 * i % 11)] for i in range(6)]
     return [
-        Request(str(i), prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=max_tokens + i % 4))
+        Request(str(i), prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=12 + i % 4))
         for i, prompt in enumerate(prompts)
     ]
 
@@ -279,13 +279,7 @@ def test_nan_while_decoding_fails_that_request_only(
     block_size: int, strategy: str, threshold: float, make_llm: MakeLLM
 ) -> None:
     """A token whose embedding is NaN is generated: its sequence fails beside shorter and longer companions."""
-    options = {
-        "strategy": strategy,
-        "exits": EXITS,
-        "threshold": threshold,
-        "max_num_seqs": 6,
-        "block_size": block_size,
-    }
+    options = {"strategy": strategy, "exits": EXITS, "threshold": threshold, "block_size": block_size}
     batch = requests()
     clean = make_llm(**options).generate(batch)
     used = [[*(r.prompt_token_ids or ()), *tokens(o)] for r, o in zip(batch, clean, strict=True)]

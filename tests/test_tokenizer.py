@@ -255,6 +255,12 @@ def test_whatever_a_template_stumbles_over_fails_the_request_only(tmp_path: Path
         tokenizer.encode_chat(USER)
 
 
+def test_generation_marks_are_seen_through(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "a{% generation %}{{ messages[0].content }}{% endgeneration %}z")
+    assert tokenizer._template is not None
+    assert tokenizer._template.render([{"role": "user", "content": "bc"}]) == "abcz"
+
+
 def test_a_template_that_does_not_parse_names_its_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
         with_template(tmp_path, "{% if %}")

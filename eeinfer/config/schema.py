@@ -77,7 +77,7 @@ class BatchingSettings:
     strategy: Strategy = setting("split", "Who leaves at an exit.")
     sticky: bool = setting(
         False,
-        "A row that was ready at an earlier exit of the iteration counts as ready (all-exit and its kin).",
+        "A row that was ready at an earlier exit of the iteration counts as ready (all-exit, any, majority).",
     )
     max_num_seqs: Positive = setting(32, "Most sequences in flight.")
     max_num_batched_tokens: Positive = setting(2048, "Most prompt tokens in one prefill.")

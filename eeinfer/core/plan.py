@@ -70,7 +70,7 @@ class Prefill:
 class Pass:
     """Run one stage on these rows; at its end, `rule` says who leaves.
 
-    `flagged[i]`: row i was ready at an earlier exit of this iteration (only ever set by sticky rules).
+    `flagged[i]`: row i was ready at an earlier exit of this iteration, which matters to sticky rules.
     """
 
     stage: int

@@ -200,7 +200,9 @@ class Scheduler:
 
     def _take_token(self, sequence: Sequence, verdict: Verdict, depth: int) -> None:
         if verdict.failed:
-            self.finish(sequence, FinishReason.ERROR, f"the model's output is not finite (NaN) after {depth} layers")
+            self.finish(
+                sequence, FinishReason.ERROR, f"the model's output is not finite (NaN or infinite) after {depth} layers"
+            )
             return
         assert verdict.token is not None, "a row that leaves has its token"
         sequence.append(verdict.token, depth, verdict.confidence)

@@ -9,9 +9,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eeinfer.errors import ModelError, RequestError
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}` marks the assistant's words in some templates; it is seen through here."""
+
+    tags = {"generation"}  # noqa: RUF012 (the library's declaration)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The body of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -28,7 +42,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, origin: Path, special_tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise

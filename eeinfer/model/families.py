@@ -6,9 +6,9 @@ traits when it is built; nothing branches on a family's name afterwards.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def _number(values: dict[str, Any], key: str, default: float | None = None) -> f
     value = default if value is None else value
     if value is None:
         raise KeyError(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{key} is {value!r}; it must be a positive number")
     return float(value)
 

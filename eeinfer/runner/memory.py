@@ -44,7 +44,7 @@ def _cgroup_free() -> Iterator[int]:
 
 def _groups() -> list[str]:
     """Paths of this process's control groups and all around them, below the mount point, outermost first."""
-    names = (line.rpartition(":")[2].strip("/") for line in _read_text(_PROCESS).splitlines())
+    names = (line.split(":", 2)[-1].strip("/") for line in _read_text(_PROCESS).splitlines())
     parts = (name.split("/") for name in names if name)
     return ["", *{"/".join(names[:i]) for names in parts for i in range(1, len(names) + 1)}]
 

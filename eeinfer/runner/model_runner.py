@@ -160,10 +160,10 @@ class ModelRunner:
         return self.decoder.embed(torch.tensor(tokens, device=self.decoder.device))
 
     def _pick(self, hidden: Tensor, draws: Sequence[Draw]) -> Outcome:
-        """Tokens of rows at full depth. The largest logit is NaN exactly when some logit is."""
+        """Tokens of rows at full depth. The largest logit is finite unless one is NaN or infinite, or all are -inf."""
         logits = self.decoder.logits(hidden)
         largest, argmax = logits.max(dim=-1)
         tokens = sample(logits, draws, argmax)
-        failed = largest.isnan()
+        failed = ~largest.isfinite()
         packed = torch.stack((tokens, failed.to(tokens.dtype)), dim=1)  # one copy to the host
         return tuple(Verdict(None if bad else token, failed=bool(bad)) for token, bad in packed.tolist())
