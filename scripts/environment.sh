@@ -29,3 +29,4 @@ if [ ! -x .venv/bin/python ] || [ "$(cat "$stamp_file" 2>/dev/null)" != "$stamp"
     echo "$stamp" >"$stamp_file"
 fi
 export PATH="$PWD/.venv/bin:$PATH"
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}" # as the eeinfer command sets it; see eeinfer/cli/app.py

@@ -18,7 +18,7 @@ from eeinfer.errors import ModelError, RequestError
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's words in some templates; it is seen through here."""
+    """`{% generation %} … {% endgeneration %}` marks answers in some templates; it is seen through here."""
 
     tags = {"generation"}  # noqa: RUF012 (the library's declaration)
 
