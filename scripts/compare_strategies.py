@@ -50,17 +50,19 @@ def main(
     requests = [line for line in read_prompt_file(prompts, limit=num_prompts) if isinstance(line, Request)]
     names = ["full", *(name for name in strategy.split(",") if name != "full")]
     chosen = {} if threshold is None else {"threshold": tuple(float(x) for x in threshold.split(","))}
-    rows = []
+    rows, progress, console = [], Console(stderr=True), Console()
     for size in map(int, batch.split(",")):
         cells = {name: Cell(LLM(strategy=name, max_num_seqs=size, max_tokens=max_tokens, **chosen)) for name in names}
         warm_up = requests[: max(1, min(size, 4))]
         for cell in cells.values():
             cell.llm.generate(warm_up)
-        for _ in track(range(repeats), f"batch {size}", console=Console(stderr=True), transient=True):
+        for _ in track(
+            range(repeats), f"batch {size}", console=progress, transient=True, disable=not progress.is_terminal
+        ):
             for cell in cells.values():
                 cell.run(requests)
         rows += [_figures(size, name, cell, cells["full"]) for name, cell in cells.items()]
-    Console().print(_table(rows))
+    (console if console.is_terminal else Console(width=120)).print(_table(rows))
     if output:
         output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

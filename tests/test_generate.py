@@ -258,3 +258,9 @@ def test_summary_names_what_was_forced() -> None:
     assert summary(stats, num_layers=30, depths={30: 3}) == plain
     stats.involuntary_exits, stats.involuntary_stays, stats.preemptions = 4, 5, 1
     assert summary(stats, num_layers=30, depths={30: 3}) == f"{plain}; involuntary exits 4, stays 5; preempted 1 times"
+
+
+def test_a_marked_line_break_is_shown_inside_its_mark() -> None:
+    tokens = tuple(TokenRecord(i, text, 18, 0.9) for i, text in enumerate([".", "\n", "\n"]))
+    output = RequestOutput("a", ".\n\n", FinishReason.STOP, 1, (*tokens, TokenRecord(9, "End", 30, None)))
+    assert DepthPainter((18,), 30, coloured=False).answer(output).plain.endswith("‹18:.↵↵›\n\nEnd\n")

@@ -61,8 +61,11 @@ class DepthPainter:
         return SCALE[round(position * (len(SCALE) - 1))]
 
     def _run(self, depth: int, run: str) -> Text:
-        plain = self.coloured or depth >= self.num_layers
-        return Text(run if plain else f"‹{depth}:{run}›", style=self.style(depth))
+        if self.coloured or depth >= self.num_layers:
+            return Text(run, style=self.style(depth))
+        body = run.rstrip("\n")
+        breaks = len(run) - len(body)  # shown inside the mark, made after it
+        return Text(f"‹{depth}:{body}{'↵' * breaks}›" + "\n" * breaks)
 
 
 def shows_colours(console: Console) -> bool:
