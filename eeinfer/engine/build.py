@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from eeinfer.config.schema import ExitSettings, ModelSettings, Settings
 from eeinfer.core.block_manager import BlockManager
@@ -97,9 +99,11 @@ def build_engine(settings: Settings, located: Located, note: Note) -> Engine:
     """
     device = _device(settings.model.device)
     dtype = _dtype(settings.model.dtype, located.config.dtype)
+    # What can be wrong with the settings is found before the weights are read.
+    planned = [] if settings.batching.strategy == "full" else _plan_exits(settings.exits, located, note)
     tokenizer = Tokenizer(located.folder, located.config.vocab_size)
     decoder = Decoder(located.config, load_weights(located.folder, located.config, dtype, device))
-    exits = () if settings.batching.strategy == "full" else _exits(settings, located, decoder, note)
+    exits = [Exit(head_on(decoder, e.spec, e.tensors), settings.exits.measure, e.threshold) for e in planned]
     max_num_seqs = settings.batching.max_num_seqs
     blocks = num_blocks(settings.cache, located.config, dtype, device, max_num_seqs)
     shape = CacheShape(blocks, settings.cache.block_size, max_num_seqs)
@@ -115,51 +119,53 @@ def build_engine(settings: Settings, located: Located, note: Note) -> Engine:
     return Engine(scheduler, runner, tokenizer, settings.sampling, located.config.max_position)
 
 
-def _exits(settings: Settings, located: Located, decoder: Decoder, note: Note) -> tuple[Exit, ...]:
+class PlannedExit(NamedTuple):
+    """An exit in use, before the model is loaded: its head's form and tensors, and its threshold."""
+
+    spec: ExitSpec
+    tensors: Mapping[str, Tensor]
+    threshold: float
+
+
+def _plan_exits(exits: ExitSettings, located: Located, note: Note) -> list[PlannedExit]:
     """The exits in use: those whose threshold can be reached."""
-    heads = _heads(settings.exits, located, decoder, note)
-    thresholds = _thresholds(settings.exits, [head.layers_executed for head in heads])
-    exits = [
-        Exit(head, settings.exits.measure, threshold)
-        for head, threshold in zip(heads, thresholds, strict=True)
-        if threshold != inf
-    ]
-    if not exits:
+    heads = _heads(exits, located, note)
+    thresholds = _thresholds(exits, [spec.layers_executed for spec, _ in heads])
+    planned = [PlannedExit(*head, threshold) for head, threshold in zip(heads, thresholds, strict=True)]
+    reachable = [exit_ for exit_ in planned if exit_.threshold != inf]
+    if not reachable:
         why = "no thresholds are set" if heads else "the model has no exit heads and no exits are named"
         fix = "--threshold 0.9" if heads else "--exits 15,20 --threshold 0.9"
         note(f"{why}, so nothing leaves early; pass for example {fix}")
-    return tuple(exits)
+    return reachable
 
 
-def _heads(exits: ExitSettings, located: Located, decoder: Decoder, note: Note) -> list[ExitHead]:
-    specs: dict[int, ExitSpec] = {}
-    tensors: dict[int, dict[str, torch.Tensor]] = {}
+def _heads(exits: ExitSettings, located: Located, note: Note) -> list[tuple[ExitSpec, Mapping[str, Tensor]]]:
+    tuned: dict[int, tuple[ExitSpec, Mapping[str, Tensor]]] = {}
     if located.heads is not None:
         file = load_heads(located.heads, located.base)
-        specs = {spec.layers_executed: spec for spec in file.specs}
-        tensors = {
-            spec.layers_executed: {name: tensor.to(decoder.device, decoder.dtype) for name, tensor in own.items()}
-            for spec, own in zip(file.specs, file.tensors, strict=True)
-        }
-    layers = tuple(specs) if exits.layers == "auto" else exits.layers
-    if beyond := [n for n in layers if n >= decoder.num_layers]:
+        tuned = {spec.layers_executed: (spec, own) for spec, own in zip(file.specs, file.tensors, strict=True)}
+    layers = tuple(tuned) if exits.layers == "auto" else exits.layers
+    num_layers = located.config.num_layers
+    if beyond := [n for n in layers if n >= num_layers]:
         raise ConfigError(
-            f"exits.layers: an exit after {beyond[0]} layers is outside the model, which has {decoder.num_layers}; "
-            f"exits lie in 1 … {decoder.num_layers - 1}"
+            f"exits.layers: an exit after {beyond[0]} layers is outside the model, which has {num_layers}; "
+            f"exits lie in 1 … {num_layers - 1}"
         )
-    if specs and (bare := [n for n in layers if n not in specs]):
+    if tuned and (bare := [n for n in layers if n not in tuned]):
         note(f"no tuned head for exits {', '.join(map(str, bare))}: the model's own norm and head are used there")
-    eps = decoder.config.norm_eps
-    return [
-        build_head(
-            specs.get(n, ExitSpec(n, "shared")),
-            tensors.get(n, {}),
-            final_norm=decoder.final_norm,
-            vocabulary=decoder.vocabulary,
-            eps=eps,
-        )
-        for n in layers
-    ]
+    return [tuned.get(n, (ExitSpec(n, "shared"), {})) for n in layers]
+
+
+def head_on(decoder: Decoder, spec: ExitSpec, tensors: Mapping[str, Tensor]) -> ExitHead:
+    """A head with its tensors (as read from a file) in the type and on the device of the model."""
+    return build_head(
+        spec,
+        {name: tensor.to(decoder.device, decoder.dtype) for name, tensor in tensors.items()},
+        final_norm=decoder.final_norm,
+        vocabulary=decoder.vocabulary,
+        eps=decoder.config.norm_eps,
+    )
 
 
 def _thresholds(exits: ExitSettings, layers: list[int]) -> list[float]:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from eeinfer.config.load import Loaded
 from eeinfer.core.request import Request
-from eeinfer.engine.build import PACKAGED_SETTINGS
+from eeinfer.engine.build import PACKAGED_SETTINGS, head_on
 from eeinfer.engine.llm import LLM
 from eeinfer.engine.prompt_file import LineError, read_prompt_file
 from eeinfer.errors import ConfigError, EeinferError
 from eeinfer.exits.files import HeadsFile, save_heads
-from eeinfer.exits.heads import ExitHead, ExitSpec, build_head
+from eeinfer.exits.heads import ExitHead, ExitSpec
 from eeinfer.model.decoder import Decoder
 from eeinfer.ops.norm import rms_norm
 from eeinfer.training.traces import Answered, answer_all, hidden_states
@@ -132,8 +132,8 @@ def fit(decoder: Decoder, answers: Sequence[Answered], exits: Sequence[int]) -> 
 
 def judge(decoder: Decoder, answers: Sequence[Answered], heads: HeadsFile) -> list[ExitResult]:
     """Agreement of each head with the full model, and thresholds that keep `PRECISION` at every exit in turn."""
-    bare = [_head(decoder, ExitSpec(spec.layers_executed, "shared"), {}) for spec in heads.specs]
-    fitted = [_head(decoder, spec, own) for spec, own in zip(heads.specs, heads.tensors, strict=True)]
+    bare = [head_on(decoder, ExitSpec(spec.layers_executed, "shared"), {}) for spec in heads.specs]
+    fitted = [head_on(decoder, spec, own) for spec, own in zip(heads.specs, heads.tensors, strict=True)]
     agree_bare, agree, confidence = [], [], []
     for *states, final in hidden_states(decoder, answers, [*(h.layers_executed for h in fitted), decoder.num_layers]):
         target = decoder.logits(final).argmax(dim=-1)
@@ -171,13 +171,6 @@ def smallest_threshold(confidence: Tensor, agree: Tensor) -> float:
 def _predict(head: ExitHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
     probability, token = head.logits(hidden).float().softmax(dim=-1).max(dim=-1)
     return token.cpu(), probability.cpu()
-
-
-def _head(decoder: Decoder, spec: ExitSpec, tensors: dict[str, Tensor]) -> ExitHead:
-    placed = {name: tensor.to(decoder.device, decoder.dtype) for name, tensor in tensors.items()}
-    return build_head(
-        spec, placed, final_norm=decoder.final_norm, vocabulary=decoder.vocabulary, eps=decoder.config.norm_eps
-    )
 
 
 def _full_depth(loaded: Loaded) -> Loaded:
