@@ -158,14 +158,22 @@ def _results(layers: list[int], bare: Tensor, agree: Tensor, confidence: Tensor)
 
 
 def smallest_threshold(confidence: Tensor, agree: Tensor) -> float:
-    """Smallest threshold (four digits, rounded up) with precision `PRECISION` among the tokens at or above it."""
-    order = confidence.argsort(descending=True)
-    precision = agree[order].double().cumsum(0) / torch.arange(1, len(order) + 1)
-    enough = (precision >= PRECISION) & (torch.arange(1, len(order) + 1) >= _MIN_LEAVING)
+    """Smallest threshold (four digits, rounded up) with precision `PRECISION` among the tokens at or above it.
+
+    Args:
+        confidence: [n].
+        agree: [n] bool, whether the token is the full model's.
+    """
+    ordered, order = confidence.sort(descending=True)
+    counts = torch.arange(1, len(order) + 1)
+    precision = agree[order].double().cumsum(0) / counts
+    # Equals leave together, so only the last of them can be where to stop.
+    last_of_equals = torch.cat((ordered[:-1] > ordered[1:], torch.ones(1, dtype=torch.bool)))
+    enough = (precision >= PRECISION) & (counts >= _MIN_LEAVING) & last_of_equals
     if not enough.any():
         return inf
-    last = int(enough.nonzero()[-1])
-    return min(1.0, float(torch.ceil(confidence[order[last]].double() * 1e4) / 1e4))
+    lowest = ordered[enough.nonzero()[-1]].double()
+    return min(1.0, float((lowest * 1e4).ceil() / 1e4))
 
 
 def _predict(head: ExitHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
