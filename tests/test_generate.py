@@ -43,7 +43,7 @@ def test_answers_come_in_order_with_an_error_line_for_each_failure(run: Run, pro
     }
     assert (bad["id"], bad["line"]) == ("line-2", 2)
     assert bad["error"].startswith("line 2: not JSON at column 2")
-    assert failed == {"id": "c", "error": "the prompt is too long"}
+    assert failed == {"id": "c", "line": 3, "error": "the prompt is too long"}
     assert (last["id"], last["text"]) == ("line-4", "vier fünf")
     assert "fünf" in ended.out
     assert [r.id for r in FakeLLM.built[0].requests] == ["a", "c", "line-4"]
@@ -52,9 +52,9 @@ def test_answers_come_in_order_with_an_error_line_for_each_failure(run: Run, pro
 def test_standard_error_has_a_summary_and_a_count_of_failures(run: Run, prompts: Path) -> None:
     notes = run("generate", "--prompts", prompts).err.splitlines()
     assert notes[0] == "loaded"
-    assert notes[1].startswith("3 requests, 1 failed; 5 tokens in 2.0 s (1.5 tokens/s); 24.0 of 30 layers a token; ")
+    assert notes[1].startswith("2 answers; 5 tokens in 2.0 s (1.5 tokens/s); 24.0 of 30 layers a token; ")
     assert "left at 18: 40.0%, 30: 60.0%" in notes[1]
-    assert notes[2].startswith("2 of 4 prompts failed; the first: line-2: line 2: not JSON")
+    assert notes[2].startswith("2 of 4 prompts failed; the first: line 2: not JSON")
     assert len(notes) == 3
 
 
@@ -254,7 +254,7 @@ def test_a_dumb_terminal_gets_no_colours() -> None:
 def test_summary_names_what_was_forced() -> None:
     stats: Any = FakeStats()
     stats.finished, stats.generated_tokens = 2, 3
-    plain = "2 requests; 3 tokens in 2.0 s (1.5 tokens/s)"
+    plain = "2 answers; 3 tokens in 2.0 s (1.5 tokens/s)"
     assert summary(stats, num_layers=30, depths={30: 3}) == plain
     stats.involuntary_exits, stats.involuntary_stays, stats.preemptions = 4, 5, 1
     assert summary(stats, num_layers=30, depths={30: 3}) == f"{plain}; involuntary exits 4, stays 5; preempted 1 times"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenRecord
 from eeinfer.engine.prompt_file import LineError, error_line, output_line, read_prompt_file
-from eeinfer.errors import EeinferError
+from eeinfer.errors import EeinferError, RequestError
 
 
 def read(*lines: bytes | str | dict[str, Any], limit: int | None = None) -> list[Request | LineError]:
@@ -43,13 +43,13 @@ def test_a_full_line() -> None:
         "reference": None,
     }
     sampling = SamplingParams(max_tokens=5, temperature=1.0, seed=7, stop=("x", "y"))
-    assert read(line) == [Request(id="a", prompt="Hi", sampling=sampling)]
+    assert read(line) == [Request(id="a", prompt="Hi", sampling=sampling, line=1)]
 
 
 def test_messages_and_defaults() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert read({"messages": messages, "stop": "x", "max_tokens": None}) == [
-        Request(id="line-1", messages=tuple(messages), sampling=SamplingParams(stop=("x",)))
+        Request(id="line-1", messages=tuple(messages), sampling=SamplingParams(stop=("x",)), line=1)
     ]
 
 
@@ -205,3 +205,25 @@ def test_the_shape_of_an_answer() -> None:
 def test_the_shape_of_a_failure() -> None:
     output = RequestOutput("a", "", FinishReason.ERROR, 0, (), "too long")
     assert output_line(output, exits=True, token_details=True) == {"id": "a", "error": "too long"}
+    placed = output_line(output, exits=True, token_details=True, line_number=7)
+    assert placed == {"id": "a", "line": 7, "error": "too long"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"stop": ("",)}, "stop is"),
+        ({"stop": ("a", 5)}, "stop is"),
+    ],
+)
+def test_the_python_interface_refuses_what_means_nothing(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**values)
+
+
+def test_one_stop_string_is_not_its_characters() -> None:
+    assert SamplingParams(stop="xyz").stop == ("xyz",)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ class AnswerWriter:
         meter: its progress bar makes way for what is printed.
         exits: whether the JSON lines speak of depth.
         token_details: whether they have an entry a token.
-        failures: `id: message` of what failed so far.
+        failures: what failed so far, with its line or id.
         depths: tokens written so far by layers executed.
     """
 
@@ -39,14 +39,14 @@ class AnswerWriter:
     token_details: bool
     failures: list[str] = field(default_factory=list)
     depths: Counter[int] = field(default_factory=Counter)
-    _waiting: dict[int, RequestOutput | LineError] = field(default_factory=dict)
+    _waiting: dict[int, tuple[RequestOutput | LineError, int | None]] = field(default_factory=dict)
     _next: int = 0
 
-    def put(self, index: int, answer: RequestOutput | LineError) -> None:
-        """Take the answer to the prompt at `index` (from 0)."""
-        self._waiting[index] = answer
+    def put(self, index: int, answer: RequestOutput | LineError, line_number: int | None) -> None:
+        """Take the answer to the prompt at `index` (from 0), which stands in line `line_number` of its file."""
+        self._waiting[index] = answer, line_number
         while self._next in self._waiting:
-            self._write(self._waiting.pop(self._next))
+            self._write(*self._waiting.pop(self._next))
             self._next += 1
 
     def close(self) -> None:
@@ -54,12 +54,12 @@ class AnswerWriter:
         if self.console and self.depths:
             self.console.print(self.painter.legend(self.depths), highlight=False)
 
-    def _write(self, answer: RequestOutput | LineError) -> None:
+    def _write(self, answer: RequestOutput | LineError, line_number: int | None) -> None:
         if isinstance(answer, LineError):
             line, text = error_line(answer), self.painter.failure(answer.id, answer.message)
-            self.failures.append(f"{answer.id}: {answer.message}")
+            self.failures.append(answer.message)
         else:
-            line = output_line(answer, exits=self.exits, token_details=self.token_details)
+            line = output_line(answer, exits=self.exits, token_details=self.token_details, line_number=line_number)
             if answer.error is None:
                 text = self.painter.answer(answer)
                 self.depths.update(t.layers_executed for t in answer.tokens)

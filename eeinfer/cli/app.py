@@ -24,8 +24,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 all answered, 1 some requests failed, 2 nothing ran (bad settings, model or file), "
-    "130 interrupted.",
+    epilog="Exit codes: 0 all answered, 1 some requests failed, 2 nothing ran (bad settings, model or file) or the "
+    "output cannot be written, 130 interrupted.",
 )
 app.command()(pull)
 app.command()(generate)
@@ -62,6 +62,9 @@ def main() -> None:
         app()
     except EeinferError as error:
         typer.echo(f"error: {error}", err=True)
+        sys.exit(BAD_RUN)
+    except OSError as error:  # a full disk; Typer has dealt with a reader that went away
+        typer.echo(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", err=True)
         sys.exit(BAD_RUN)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

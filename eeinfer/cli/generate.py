@@ -48,7 +48,9 @@ def generate(
     from eeinfer.engine.prompt_file import PACKAGED_PROMPTS, read_prompt_file
 
     resolve()  # bad settings are told before any work
-    source = Path(prompts or PACKAGED_PROMPTS)
+    if prompts is None:
+        note("no --prompts given: answering the packaged ones")
+    source = PACKAGED_PROMPTS if prompts is None else Path(prompts)
     destination = None if output == "-" else _destination(Path(output), source)
     entries = read_prompt_file(sys.stdin.buffer if prompts == "-" else source, limit=num_prompts)
     with _opened(destination) as file:
@@ -70,7 +72,7 @@ def _answer(
     token_details: bool,
     show_exits: bool,
 ) -> list[str]:
-    """Load the model, unless every line is bad, and answer. Returns `id: message` of what failed."""
+    """Load the model, unless every line is bad, and answer. Returns what failed."""
     from rich.console import Console
 
     from eeinfer.cli.answers import AnswerWriter
@@ -91,11 +93,15 @@ def _answer(
     writer = AnswerWriter(lines, console if show_exits else None, painter, meter, bool(exits), token_details)
     for i, entry in enumerate(entries):
         if not isinstance(entry, Request):
-            writer.put(i, entry)
+            writer.put(i, entry, entry.line)
     if llm:
         places = {entry.id: i for i, entry in enumerate(entries) if isinstance(entry, Request)}
         with meter.running():
-            llm.generate(requests, on_output=lambda out: writer.put(places[out.id], out), on_step=meter.step)
+            llm.generate(
+                requests,
+                on_output=lambda out: writer.put(places[out.id], out, entries[places[out.id]].line),
+                on_step=meter.step,
+            )
         writer.close()
         note(summary(llm.stats, num_layers=num_layers, depths=writer.depths))
     return writer.failures
@@ -121,6 +127,8 @@ def _destination(path: Path, source: Path) -> Path:
 def _opened(destination: Path | None) -> Iterator[BinaryIO]:
     """Standard output, or a `.partial` file beside the destination that takes its name when all is written."""
     if destination is None:
+        if sys.stdout is None:
+            raise EeinferError("standard output is closed; name a file with --output")
         yield sys.stdout.buffer
         return
     whole = destination.exists() and not destination.is_file()  # a device or a pipe takes the bytes as they come

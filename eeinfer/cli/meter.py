@@ -65,7 +65,7 @@ def summary(stats: Stats, *, num_layers: int, depths: Mapping[int, int]) -> str:
         depths: answered tokens by layers executed; with one depth alone nothing is said about it.
     """
     parts = [
-        f"{stats.finished + stats.failed} requests" + (f", {stats.failed} failed" if stats.failed else ""),
+        f"{stats.finished} answers",
         f"{stats.generated_tokens} tokens in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tokens/s)",
     ]
     if len(depths) > 1 and stats.mean_layers is not None:

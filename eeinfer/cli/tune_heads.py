@@ -43,7 +43,7 @@ def tune_heads(
     resolve()  # bad settings are told before torch is loaded
     from eeinfer.training.least_squares import tune
 
-    source = sys.stdin.buffer if prompts == "-" else Path(prompts or PACKAGED_PROMPTS)
+    source = sys.stdin.buffer if prompts == "-" else PACKAGED_PROMPTS if prompts is None else Path(prompts)
     results = tune(resolve, prompts=source, exits=layers, output=output, num_prompts=num_prompts, note=note)
     _print(results)
 

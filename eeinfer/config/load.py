@@ -107,22 +107,40 @@ def _argument_layer(flags: Mapping[str, Any]) -> Iterator[tuple[str, Given]]:
 
 
 def _still_valid(shipped: Layer, given: Layer, packaged: Path | None) -> Layer:
-    """The packaged layer, without its threshold when other exits, another measure or other heads are asked for.
+    """The packaged layer, without its threshold when another measure, other heads or other exits are asked for.
 
-    A threshold means nothing without the measure and the heads it was chosen for.
+    A threshold means nothing without the measure and the heads it was chosen for. Of exits that are among the packaged
+    ones, the thresholds stay.
     """
-    threshold = shipped.get("exits.threshold")
-    if threshold is None or "exits.threshold" in given:
+    if "exits.threshold" not in shipped or "exits.threshold" in given:
         return shipped
-    for key in ("exits.layers", "exits.measure", "model.heads"):
+    for key in ("exits.measure", "model.heads"):
         own = shipped.get(key, Given(declared()[key].default, DEFAULT)).value
         if key not in given or given[key].value == own:
             continue
         if key == "model.heads" and packaged and Path(given[key].value).resolve() == packaged.parent.resolve():
             continue  # the file ships with the very heads that were asked for
-        why = f"{DEFAULT}, not the packaged threshold, as {given[key].origin} sets {key}"
-        return shipped | {"exits.threshold": Given(declared()["exits.threshold"].default, why)}
-    return shipped
+        return shipped | {"exits.threshold": _dropped(given[key].origin, key)}
+    if "exits.layers" not in given:
+        return shipped
+    kept = _thresholds_of(shipped, given["exits.layers"].value)
+    return shipped | {"exits.threshold": kept or _dropped(given["exits.layers"].origin, "exits.layers")}
+
+
+def _thresholds_of(shipped: Layer, layers: Any) -> Given | None:
+    """The packaged thresholds of these exits; None unless all are among the packaged ones."""
+    threshold, known = shipped["exits.threshold"], shipped.get("exits.layers")
+    if known is None or layers == known.value:
+        return threshold if known else None
+    if not isinstance(threshold.value, tuple) or not isinstance(layers, tuple) or not set(layers) <= set(known.value):
+        return None
+    of = dict(zip(known.value, threshold.value, strict=True))
+    return Given(tuple(of[n] for n in layers), f"{threshold.origin}, of the exits asked for")
+
+
+def _dropped(origin: str, key: str) -> Given:
+    why = f"{DEFAULT}, not the packaged threshold, as {origin} sets {key}"
+    return Given(declared()["exits.threshold"].default, why)
 
 
 def _check_lengths(layer: Layer) -> None:

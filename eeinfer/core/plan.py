@@ -5,8 +5,7 @@
     scheduler.commit(plan, outcome)
 
 `Complete` is a plan of its own because only the host knows, once it has seen the token, which sequences go on: a row
-    whose
-sequence has just finished is never completed.
+whose sequence has just finished is never completed.
 """
 
 from __future__ import annotations

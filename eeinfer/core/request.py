@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Any
+
+from eeinfer.errors import RequestError
 
 
 class FinishReason(StrEnum):
@@ -24,7 +27,10 @@ class SamplingParams:
         max_tokens: most new tokens, at least 1. `None`: the run's default, cut to what the context leaves.
         temperature: 0 is greedy; otherwise logits are divided by it.
         seed: of this request's draws; they do not depend on its batch or order.
-        stop: strings that end the text; the match and what follows are cut off.
+        stop: strings that end the text, or one string; the match and what follows are cut off.
+
+    Raises:
+        RequestError: a value that means nothing.
     """
 
     max_tokens: int | None = None
@@ -32,16 +38,30 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)  # the way of frozen dataclasses to normalise a field
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if self.temperature is not None and not 0 <= self.temperature < inf:
+            raise RequestError(f"temperature is {self.temperature}; it must be a number from 0 on")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(f"stop is {stop}; it must be non-empty strings")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt: exactly one of `prompt` (text), `messages` (chat turns) and `prompt_token_ids` is set."""
+    """One prompt: exactly one of `prompt` (text), `messages` (chat turns) and `prompt_token_ids` is set.
+
+    `line` is its line in a prompt file, for messages.
+    """
 
     id: str
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    line: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

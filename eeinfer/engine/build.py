@@ -18,9 +18,9 @@ from eeinfer.core.block_manager import BlockManager
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.strategy import leave_rule
 from eeinfer.engine.engine import Engine
-from eeinfer.errors import ConfigError, ModelError
+from eeinfer.errors import ConfigError, HeadsError, ModelError
 from eeinfer.exits.check import Exit
-from eeinfer.exits.files import Base, has_heads, load_heads
+from eeinfer.exits.files import CONFIG_NAME, Base, has_heads, load_heads
 from eeinfer.exits.heads import ExitHead, ExitSpec, build_head
 from eeinfer.model import store
 from eeinfer.model.decoder import Decoder
@@ -57,6 +57,7 @@ def locate(settings: ModelSettings, note: Note) -> Located:
 
     Raises:
         ModelError: there is no such model, or it is not usable.
+        HeadsError: the folder of heads that the settings name holds none.
     """
     folder = store.resolve(settings.name)
     config = model_config(folder)
@@ -69,11 +70,15 @@ def _find_heads(asked: str, folder: Path, base: Base, note: Note) -> Path | None
     if asked == "none":
         return None
     if asked != "auto":
+        if not has_heads(Path(asked)):
+            raise HeadsError(
+                f"model.heads = {asked!r}: there are no exit heads ({CONFIG_NAME}); name a folder of heads"
+            )
         return Path(asked)
     if has_heads(folder):
         return folder
     for candidate in _packaged_heads():
-        made_for = json.loads((candidate / "exit_config.json").read_text(encoding="utf-8"))
+        made_for = json.loads((candidate / CONFIG_NAME).read_text(encoding="utf-8"))
         if made_for["base_model"]["fingerprint"] == base.fingerprint:
             return candidate
         if all(made_for[key] == getattr(base, key) for key in ("hidden_size", "vocab_size", "num_layers")):
@@ -87,7 +92,7 @@ def _find_heads(asked: str, folder: Path, base: Base, note: Note) -> Path | None
 
 def _packaged_heads() -> list[Path]:
     root = Path(str(resources.files("eeinfer"))) / "data" / "heads"
-    return sorted(path.parent for path in root.glob("*/exit_config.json"))
+    return sorted(path.parent for path in root.glob(f"*/{CONFIG_NAME}"))
 
 
 def build_engine(settings: Settings, located: Located, note: Note) -> Engine:
@@ -106,6 +111,7 @@ def build_engine(settings: Settings, located: Located, note: Note) -> Engine:
     exits = [Exit(head_on(decoder, e.spec, e.tensors), settings.exits.measure, e.threshold) for e in planned]
     max_num_seqs = settings.batching.max_num_seqs
     blocks = num_blocks(settings.cache, located.config, dtype, device, max_num_seqs)
+    max_num_seqs = min(max_num_seqs, blocks)  # each sequence in flight holds at least one block
     shape = CacheShape(blocks, settings.cache.block_size, max_num_seqs)
     runner = ModelRunner(decoder, exits, settings.exits.completion, shape)
     scheduler = Scheduler(
@@ -134,7 +140,7 @@ def _plan_exits(exits: ExitSettings, located: Located, note: Note) -> list[Plann
     planned = [PlannedExit(*head, threshold) for head, threshold in zip(heads, thresholds, strict=True)]
     reachable = [exit_ for exit_ in planned if exit_.threshold != inf]
     if not reachable:
-        why = "no thresholds are set" if heads else "the model has no exit heads and no exits are named"
+        why = "no exit has a threshold below inf" if heads else "the model has no exit heads and no exits are named"
         fix = "--threshold 0.9" if heads else "--exits 15,20 --threshold 0.9"
         note(f"{why}, so nothing leaves early; pass for example {fix}")
     return reachable

@@ -76,7 +76,7 @@ class LLM:
 
     def generate(
         self,
-        requests: Sequence[Request | str],
+        requests: Sequence[Request | str] | str,
         sampling: SamplingParams | None = None,
         *,
         on_output: Callable[[RequestOutput], None] | None = None,
@@ -87,12 +87,13 @@ class LLM:
         A request that cannot be served becomes an answer with `finish_reason` ERROR; the others run.
 
         Args:
-            requests: requests, or plain prompts, which take `sampling`.
+            requests: requests, or plain prompts, which take `sampling`; a single prompt is a list of one.
             sampling: for plain prompts.
             on_output: called with each answer when it is complete.
             on_step: called with the counters after each step.
         """
-        named = [_as_request(i, request, sampling) for i, request in enumerate(requests)]
+        several = [requests] if isinstance(requests, str) else requests
+        named = [_as_request(i, request, sampling) for i, request in enumerate(several)]
         done: dict[str, RequestOutput] = {}
         if len({request.id for request in named}) < len(named):
             raise RequestError("two requests have the same id; ids must be unique")

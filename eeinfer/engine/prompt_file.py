@@ -55,16 +55,20 @@ def read_prompt_file(source: Path | BinaryIO, *, limit: int | None = None) -> li
     return entries
 
 
-def output_line(output: RequestOutput, *, exits: bool, token_details: bool) -> dict[str, Any]:
+def output_line(
+    output: RequestOutput, *, exits: bool, token_details: bool, line_number: int | None = None
+) -> dict[str, Any]:
     """The answer to one request as a JSON object.
 
     Args:
         output: the answer.
         exits: whether exits are on, so that depth is worth a word.
         token_details: adds one entry a token.
+        line_number: of the prompt, told when it failed.
     """
     if output.finish_reason is FinishReason.ERROR:
-        return {"id": output.id, "error": output.error}
+        place = {} if line_number is None else {"line": line_number}
+        return {"id": output.id, **place, "error": output.error}
     completion = len(output.tokens)
     line: dict[str, Any] = {
         "id": output.id,
@@ -109,7 +113,7 @@ def _entry(raw: bytes, number: int, seen: dict[str, int]) -> Request | LineError
         request_id = _request_id(fields, request_id)
         _check_unique(request_id, seen)
         seen[request_id] = number
-        return _request(fields, request_id)
+        return _request(fields, request_id, number)
     except RequestError as error:
         return LineError(number, request_id, f"line {number}: {error}")
 
@@ -144,7 +148,7 @@ def _check_unique(request_id: str, seen: Mapping[str, int]) -> None:
         raise RequestError(f"id {request_id!r} is already that of line {seen[request_id]}; give it another")
 
 
-def _request(fields: Mapping[str, Any], request_id: str) -> Request:
+def _request(fields: Mapping[str, Any], request_id: str, number: int) -> Request:
     for name in fields:
         if name not in FIELDS and name not in IGNORED:
             raise RequestError(f"unknown field {name!r}{did_you_mean(name, FIELDS)}")
@@ -161,6 +165,7 @@ def _request(fields: Mapping[str, Any], request_id: str) -> Request:
             seed=_integer(fields.get("seed"), "seed", low=0),
             stop=_stop(fields.get("stop")),
         ),
+        line=number,
     )
 
 

@@ -1,8 +1,7 @@
 """The files of exit heads: `exit_config.json` and `exit_heads.safetensors`, in one folder.
 
-Strict: a missing, unexpected or wrongly shaped tensor is an error that names it, nothing is ever initialised at
-    random, and
-heads that were made for another base model are refused.
+Strict: a missing, unexpected or wrongly shaped tensor is an error that names it, nothing is ever initialised at random,
+and heads that were made for another base model are refused.
 """
 
 from __future__ import annotations

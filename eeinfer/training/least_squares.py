@@ -78,18 +78,18 @@ def tune(
     Raises:
         EeinferError: settings, model or prompts cannot be used.
     """
+    _prepare(output)
     requests = _requests(prompts, num_prompts, note)
     llm = LLM.from_loaded(lambda packaged: _full_depth(resolve(packaged)), note=note)
     decoder = llm.engine.runner.decoder
     if not exits or list(exits) != sorted(set(exits)) or exits[0] < 1 or exits[-1] >= decoder.num_layers:
         allowed = f"increasing counts of layers in 1 … {decoder.num_layers - 1}"
         raise ConfigError(f"--exits must be {allowed}, got {list(exits)}")
-    output.mkdir(parents=True, exist_ok=True)
     answers = answer_all(llm, requests, note)
     train = [a for a in answers if not _held_out(a.id)]
     dev = [a for a in answers if _held_out(a.id)]
     if not train or not dev:
-        raise EeinferError(f"{len(answers)} answered prompts are too few to fit and judge heads; give at least 50")
+        raise EeinferError(f"{len(answers)} answered prompts are too few to fit and judge heads; give some hundreds")
     maps, tokens = fit(decoder, train, exits)
     note(f"fitted {len(exits)} heads to {tokens} tokens of {len(train)} answers; judging them on {len(dev)} others")
     norm = decoder.weights.final_norm.to("cpu", torch.bfloat16)
@@ -98,6 +98,11 @@ def tune(
         tuple({"linear.weight": a, "norm.weight": norm.clone()} for a in maps),
     )
     results = judge(decoder, dev, heads)
+    if all(result.threshold == inf for result in results):
+        note(
+            f"no threshold keeps {PRECISION:.0%} of at least {_MIN_LEAVING} held-out tokens: all are inf and nothing "
+            f"would leave early; give more prompts, or choose --threshold yourself"
+        )
     header = {
         "method": "least-squares",
         "ridge": RIDGE,
@@ -179,6 +184,15 @@ def smallest_threshold(confidence: Tensor, agree: Tensor) -> float:
 def _predict(head: ExitHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
     probability, token = head.logits(hidden).float().softmax(dim=-1).max(dim=-1)
     return token.cpu(), probability.cpu()
+
+
+def _prepare(output: Path) -> None:
+    """Make the folder and see that it takes files, before the long work."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / PACKAGED_SETTINGS).open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise EeinferError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from None
 
 
 def _full_depth(loaded: Loaded) -> Loaded:
