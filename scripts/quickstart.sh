@@ -14,5 +14,5 @@ echo
 python scripts/compare_strategies.py --strategy full,split --batch 8 --num-prompts 8 --max-tokens 32 --repeats 1
 cat <<'TXT'
 Early exit skips layers here but does not save time yet: a check by max-prob computes the whole vocabulary, which costs as much
-as 8 of this small model's 30 layers, and it is made at every exit. README.md says what was measured.
+as 8 of this small model's 30 layers, and it is made at every exit. README.md has the figures.
 TXT

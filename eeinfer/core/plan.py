@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to pick one token: `temperature` 0 takes the argmax; else `uniform` in [0, 1) picks from the distribution."""
+    """How to pick one token: `temperature` 0 takes the argmax; else the noise that `seed` gives picks one."""
 
     temperature: float = 0.0
-    uniform: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class Sequence:
         if self.temperature == 0:
             return Draw()
         digest = blake2b(f"{self.seed}:{len(self.tokens) - self.prompt_tokens}".encode(), digest_size=8).digest()
-        return Draw(self.temperature, (int.from_bytes(digest, "big") >> 11) * 2.0**-53)
+        return Draw(self.temperature, int.from_bytes(digest, "big") >> 1)  # 63 bits: generators take signed seeds
 
     def append(self, token: int, depth: int, confidence: float | None) -> None:
         """Take a generated token; sets `finish_reason` when it is the last."""
