@@ -25,7 +25,7 @@ class FakeStats:
 
     def __init__(self) -> None:
         self.generated_tokens = self.finished = self.failed = self.preemptions = 0
-        self.involuntary_exits = self.involuntary_stays = 0
+        self.involuntary_exits = self.involuntary_stays = self.peak_blocks = 0
         self.seconds, self.tokens_per_second, self.mean_layers = 2.0, 1.5, 24.0
 
 

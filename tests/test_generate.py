@@ -254,10 +254,12 @@ def test_a_dumb_terminal_gets_no_colours() -> None:
 def test_summary_names_what_was_forced() -> None:
     stats: Any = FakeStats()
     stats.finished, stats.generated_tokens = 2, 3
-    plain = "2 answers; 3 tokens in 2.0 s (1.5 tokens/s)"
-    assert summary(stats, num_layers=30, depths={30: 3}) == plain
+    plain, peak = "2 answers; 3 tokens in 2.0 s (1.5 tokens/s)", "7 KV blocks at peak"
+    stats.peak_blocks = 7
+    assert summary(stats, num_layers=30, depths={30: 3}) == f"{plain}; {peak}"
     stats.involuntary_exits, stats.involuntary_stays, stats.preemptions = 4, 5, 1
-    assert summary(stats, num_layers=30, depths={30: 3}) == f"{plain}; involuntary exits 4, stays 5; preempted 1 times"
+    forced = f"{plain}; involuntary exits 4, stays 5; {peak}; preempted 1 times"
+    assert summary(stats, num_layers=30, depths={30: 3}) == forced
 
 
 def test_a_marked_line_break_is_shown_inside_its_mark() -> None:

@@ -73,6 +73,7 @@ def summary(stats: Stats, *, num_layers: int, depths: Mapping[int, int]) -> str:
         parts += [f"{stats.mean_layers:.1f} of {num_layers} layers a token", f"left at {shares}"]
     if stats.involuntary_exits or stats.involuntary_stays:
         parts.append(f"involuntary exits {stats.involuntary_exits}, stays {stats.involuntary_stays}")
+    parts.append(f"{stats.peak_blocks} KV blocks at peak")
     if stats.preemptions:
         parts.append(f"preempted {stats.preemptions} times")
     return "; ".join(parts)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import perf_counter
 
 from eeinfer.config.schema import SamplingSettings
-from eeinfer.core.plan import Plan
 from eeinfer.core.request import FinishReason, Request, RequestOutput, TokenRecord
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.sequence import Sequence
@@ -90,7 +88,6 @@ class Engine:
         scheduler, runner, tokenizer: the parts.
         sampling: the run's defaults.
         max_position: longest context.
-        observe: called after each step with its plan, for tests and measurements.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class Engine:
         tokenizer: Tokenizer,
         sampling: SamplingSettings,
         max_position: int,
-        observe: Callable[[Plan], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -108,7 +104,6 @@ class Engine:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._max_position = max_position
-        self._observe = observe
         self._answers: dict[Sequence, _Answer] = {}
 
     def add(self, request: Request) -> None:
@@ -131,8 +126,6 @@ class Engine:
         touched = self.scheduler.commit(plan, outcome)
         finished = [output for sequence in touched if (output := self._advance(sequence))]
         self._count(finished, perf_counter() - started)
-        if self._observe:
-            self._observe(plan)
         return finished
 
     @property
