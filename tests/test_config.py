@@ -299,3 +299,10 @@ def test_did_you_mean() -> None:
 
 def test_every_setting_has_help() -> None:
     assert all(setting.help.endswith(".") for setting in declared().values())
+
+
+def test_a_packaged_file_at_odds_with_itself_is_named(tmp_path: Path) -> None:
+    packaged = toml(tmp_path, "[exits]\nlayers = [18, 21, 24]\nthreshold = [0.8, 0.9]\n", "eeinfer.toml")
+    for layers in ([18], [18, 24]):
+        with pytest.raises(ConfigError, match=r"threshold has 2 values .*eeinfer\.toml.* but exits.layers has 3"):
+            load(packaged=packaged, flags={"exits.layers": layers})

@@ -84,6 +84,7 @@ def load_settings(
     given.update(_text_layer(read_assignments(assignments)))
     given.update(_argument_layer(flags))
     defaults = {key: Given(d.default, DEFAULT) for key, d in declared().items()}
+    _check_lengths(defaults | shipped)
     layer = defaults | _still_valid(shipped, given, packaged) | given
     _check_lengths(layer)
     return Loaded(_settings(layer), {key: layer[key].origin for key in defaults})

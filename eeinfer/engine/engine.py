@@ -64,16 +64,14 @@ class _Answer:
         piece = self.stream.push(token)
         searched_from = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
         self.text += piece
-        hits = [at for stop in self.stop if (at := self.text.find(stop, searched_from)) >= 0]
-        if not hits:
-            self.pieces.append(piece)
-            return False
-        self._cut(min(hits), piece)
-        return True
-
-    def _cut(self, end: int, piece: str) -> None:
-        self.text = self.text[:end]
         self.pieces.append(piece)
+        hits = [at for stop in self.stop if (at := self.text.find(stop, searched_from)) >= 0]
+        if hits:
+            self._cut(min(hits))
+        return bool(hits)
+
+    def _cut(self, end: int) -> None:
+        self.text = self.text[:end]
         surplus = sum(map(len, self.pieces)) - end
         for i in range(len(self.pieces) - 1, -1, -1):
             cut = min(surplus, len(self.pieces[i]))

@@ -1,7 +1,7 @@
 """What becomes of the KV of the layers that a token skipped.
 
 propagate  each skipped layer normalises and projects the exit's hidden state with its own weights (CALM's state
-propagation, arXiv 2207.07061; the most plausible reading of arXiv 2407.20272)
+           propagation, arXiv 2207.07061; the most plausible reading of arXiv 2407.20272)
 copy       K and V of the last layer that ran are copied upward (DREX, arXiv 2512.15705)
 oracle     the skipped layers run after all: exact KV, no saving; for debugging, and the upper bound of quality
 """

@@ -1,7 +1,6 @@
 """Exit heads: from the hidden state after some layers to logits.
 
-With h the hidden state, rms(.) the parameter-free RMS norm and W the vocabulary matrix, the logits are W f(h), where
-f is
+With h the hidden state, rms(.) the parameter-free RMS norm and W the vocabulary matrix, the logits are W f(h). f is
 
     shared   the model's own final norm (LayerSkip, arXiv 2404.16710)
     norm     rms(h) * norm

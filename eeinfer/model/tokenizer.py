@@ -74,13 +74,14 @@ class Tokenizer:
         """End-of-sequence ids: of the generation config, else of the model's config, else of the tokenizer's."""
         for name in ("generation_config.json", "config.json"):
             found = read_json_if_present(self._folder / name).get("eos_token_id")
+            if found is None:
+                continue
             ids = found if isinstance(found, list) else [found]
-            if any(type(i) is not int for i in ids) and found is not None:
+            if any(type(i) is not int for i in ids):
                 raise ModelError(
                     f"{self._folder / name}: eos_token_id is {found!r}; it must be a token id or a list of them"
                 )
-            if found is not None:
-                return frozenset(ids)
+            return frozenset(ids)
         own = self._id("eos_token")
         return frozenset() if own is None else frozenset([own])
 

@@ -13,7 +13,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """X / sqrt(mean(x^2) + eps) * weight along the last dimension, computed in float32 or wider, in the type of `x`.
+    """RMS norm, x / sqrt(mean(x^2) + eps) * weight along the last dimension; float32 or wider inside, type of `x` out.
 
     Args:
         x: [..., d].

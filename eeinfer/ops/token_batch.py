@@ -12,8 +12,7 @@ from torch import Tensor
 def slot_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """Flat KV slots [n] of `positions` [n], given the block table of each token's sequence [n, width].
 
-    With block_size 16, position 35 of a sequence with table [7, 2, 9] lies in block 9 at offset 3: slot 9 * 16 + 3 =
-    147.
+    With block_size 16, position 35 of a sequence with table [7, 2, 9] lies in block 9 at offset 3: slot 147.
     """
     blocks = block_tables.gather(1, (positions // block_size)[:, None]).squeeze(1)
     return blocks * block_size + positions % block_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -49,13 +50,10 @@ class SpanTokens:
 
     def batch(self, block_tables: Tensor, block_size: int) -> TokenBatch:
         """The step data; `block_tables` [spans, width] has one row a span."""
-        groups = [(owner, [p for _, p in group]) for owner, group in groupby(self._owned(), key=lambda pair: pair[0])]
-        owners = [owner for owner, _ in groups]
-        return TokenBatch.ragged([positions for _, positions in groups], block_tables[owners], block_size)
+        owned = zip(self.owners, self.positions, strict=True)
+        groups = {owner: [p for _, p in group] for owner, group in groupby(owned, key=itemgetter(0))}
+        return TokenBatch.ragged(list(groups.values()), block_tables[list(groups)], block_size)
 
     def last_of(self, owner: int) -> int:
         """Index of the last token of a span that still has one."""
         return len(self.owners) - 1 - self.owners[::-1].index(owner)
-
-    def _owned(self) -> list[tuple[int, int]]:
-        return list(zip(self.owners, self.positions, strict=True))

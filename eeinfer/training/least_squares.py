@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b, sha256
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import tomli_w
@@ -190,7 +191,7 @@ def _prepare(output: Path) -> None:
     """Make the folder and see that it takes files, before the long work."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / PACKAGED_SETTINGS).open("a", encoding="utf-8").close()
+        TemporaryFile(dir=output).close()
     except OSError as error:
         raise EeinferError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from None
 
