@@ -14,17 +14,32 @@ from reference import PlainLlama
 from tiny import load_decoder, write_model
 
 from eeinfer import LLM
+from eeinfer.errors import ModelError
 from eeinfer.model.decoder import Decoder
+from eeinfer.model.store import DEFAULT_MODEL, resolve
 
 # Tiny models gain nothing from threads, and lose much to each other's on a busy machine.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of the machine's reaches a test."""
+def plain_environment(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """No setting and no model of the machine's reaches a test, but for the default model where a test asks for it."""
     for name in [name for name in os.environ if name.startswith("EEINFER_") and "__" in name]:
         monkeypatch.delenv(name)
+    if "default_model" not in request.fixturenames:
+        monkeypatch.setenv("EEINFER_HOME", str(tmp_path_factory.getbasetemp() / "empty-store"))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The folder of the real default model."""
+    try:
+        return resolve(DEFAULT_MODEL)
+    except ModelError:
+        pytest.skip("the default model is not in the store; run `eeinfer pull` (scripts/test.sh does)")
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,9 +87,9 @@ Run = Callable[..., Ended]
 
 
 def runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `eeinfer ARGS` in this process, with the fake engine and no variables of ours."""
-    for name in [name for name in os.environ if name.startswith("EEINFER_") or name in {"FORCE_COLOR", "NO_COLOR"}]:
-        monkeypatch.delenv(name)
+    """Runs `eeinfer ARGS` in this process, with the fake engine."""
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
     engine = ModuleType("eeinfer.engine.llm")
     engine.LLM = FakeLLM
     monkeypatch.setitem(sys.modules, "eeinfer.engine.llm", engine)

@@ -13,19 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eeinfer.errors import ModelError
-from eeinfer.model import store
-
 ROOT = Path(__file__).parent.parent
 EXITS = {18, 21, 24, 27, 30}
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    try:
-        return store.resolve(store.DEFAULT_MODEL)
-    except ModelError:
-        pytest.skip("the default model is not in the store; run `eeinfer pull` (scripts/test.sh does)")
 
 
 def eeinfer(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -45,8 +34,8 @@ FRANCE = '{"id": "france", "messages": [{"role": "user", "content": "What is the
 SEA = '{"prompt": "The sea is", "max_tokens": 12}'
 
 
-def test_prompts_in_answers_out(model: Path) -> None:
-    assert model.is_dir()
+def test_prompts_in_answers_out(default_model: Path) -> None:
+    assert default_model.is_dir()
     lines = f'{FRANCE}\n{{"prompt": "x", "max_token": 3}}\n{SEA}\n'
     ended = eeinfer("generate", "--prompts", "-", "--dtype", "float32", "--token-details", stdin=lines)
     assert ended.returncode == 1, ended.stderr
@@ -67,17 +56,17 @@ def test_prompts_in_answers_out(model: Path) -> None:
     assert "1 of 3 prompts failed" in ended.stderr
 
 
-def test_full_depth_has_no_exits(model: Path) -> None:
-    assert model.is_dir()
+def test_full_depth_has_no_exits(default_model: Path) -> None:
+    assert default_model.is_dir()
     ended = eeinfer("generate", "--prompts", "-", "--strategy", "full", stdin=SEA)
     assert ended.returncode == 0, ended.stderr
     assert "exits" not in json.loads(ended.stdout)
 
 
-def test_heads_know_their_base(model: Path, tmp_path: Path) -> None:
+def test_heads_know_their_base(default_model: Path, tmp_path: Path) -> None:
     """The same architecture with other weights is another base: its heads are not used, and that is said."""
     other = tmp_path / "other"
-    shutil.copytree(model, other)
+    shutil.copytree(default_model, other)
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * torch.tensor(1.5, dtype=torch.bfloat16)
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})

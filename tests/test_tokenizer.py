@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from datetime import datetime
@@ -22,12 +21,6 @@ from eeinfer.model.tokenizer import TextStream, Tokenizer
 
 SPECIAL = ("<s>", "</s>")
 USER = ({"role": "user", "content": "ab"},)
-DEFAULT_MODEL = Path(os.environ.get("EEINFER_HOME") or "~/.cache/eeinfer").expanduser() / (
-    "models/smollm2-135m-instruct"
-)
-needs_default_model = pytest.mark.skipif(
-    not (DEFAULT_MODEL / "tokenizer.json").is_file(), reason="the default model is not here: run `eeinfer pull`"
-)
 quick = settings(max_examples=200, deadline=None, database=None, derandomize=True)
 
 
@@ -445,9 +438,8 @@ def test_a_stop_string_across_tokens_of_one_character(tmp_path: Path) -> None:
 # The default model
 
 
-@needs_default_model
-def test_default_model_chat_and_end() -> None:
-    tokenizer = Tokenizer(DEFAULT_MODEL, 49152)
+def test_default_model_chat_and_end(default_model: Path) -> None:
+    tokenizer = Tokenizer(default_model, 49152)
     assert tokenizer.eos_token_ids == {2}
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi <3"}])
     text = tokenizer._fast.decode(ids, skip_special_tokens=False)
@@ -455,9 +447,8 @@ def test_default_model_chat_and_end() -> None:
     assert text.endswith("<|im_start|>user\nHi <3<|im_end|>\n<|im_start|>assistant\n")
 
 
-@needs_default_model
-def test_default_model_streams_any_tokens() -> None:
-    tokenizer, chance = Tokenizer(DEFAULT_MODEL, 49152), random.Random(0)  # noqa: S311 - not for secrets
+def test_default_model_streams_any_tokens(default_model: Path) -> None:
+    tokenizer, chance = Tokenizer(default_model, 49152), random.Random(0)  # noqa: S311 - not for secrets
     for _ in range(100):
         ids = [chance.randrange(49152) for _ in range(40)]
         stream, full = tokenizer.stream(), tokenizer._fast.decode(ids)

@@ -15,9 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eeinfer import LLM, Request, SamplingParams
 from eeinfer.core.plan import Draw, Outcome, Pass, Plan
 from eeinfer.core.sequence import Sequence
-from eeinfer.errors import ModelError
 from eeinfer.model.decoder import Decoder
-from eeinfer.model.store import DEFAULT_MODEL, resolve
 from eeinfer.ops.rope import SCALINGS, inverse_frequencies
 from eeinfer.ops.token_batch import TokenBatch
 from eeinfer.runner.sampler import sample
@@ -31,14 +29,6 @@ PROMPTS = (
     "Name three things that one needs to bake bread, and say in a few words what each of them is for. Keep it short.",
     "def fibonacci(n):\n    '''Return the n-th Fibonacci number.'''\n\nComplete this function in Python.",
 )
-
-
-@pytest.fixture
-def default_model() -> Path:
-    try:
-        return resolve(DEFAULT_MODEL)
-    except ModelError as error:
-        pytest.skip(f"needs the default model: {error}")
 
 
 def test_full_equals_greedy_transformers(default_model: Path) -> None:
