@@ -1,4 +1,4 @@
-"""A Llama written from its definition: float64, one token at a time, one layer at a time, K and V in plain lists.
+"""Decoders written from their definition: float64, one token at a time, one layer at a time, K and V in plain lists.
 
 Nothing of eeinfer is used here. The engine's batching, paging, stages, completion and replay are held against this.
 """
@@ -93,7 +93,7 @@ class PlainLlama:
         key, value = self._key_value(layer, normed, position)
         trace.keys[layer].append(key)
         trace.values[layer].append(value)
-        query = self._linear(f"{name}.self_attn.q_proj", normed).reshape(self.heads, self.head_dim)
+        query = self._heads(f"{name}.self_attn.q", normed)
         outputs = []
         for head in range(self.heads):
             group = head // (self.heads // self.kv_heads)
@@ -124,10 +124,16 @@ class PlainLlama:
                 trace.values[layer].append(value)
 
     def _key_value(self, layer: int, normed: Vector, position: int) -> tuple[Vector, Vector]:
-        shape = self.kv_heads, self.head_dim
-        key = self._linear(f"model.layers.{layer}.self_attn.k_proj", normed).reshape(shape)
-        value = self._linear(f"model.layers.{layer}.self_attn.v_proj", normed).reshape(shape)
+        key = self._heads(f"model.layers.{layer}.self_attn.k", normed)
+        value = self._heads(f"model.layers.{layer}.self_attn.v", normed)
         return np.stack([self._rotate(head, position) for head in key]), value
+
+    def _heads(self, name: str, normed: Vector) -> Vector:
+        """The heads of q, k or v, [heads, head_dim], before rotation. Qwen3 normalises each head of q and of k."""
+        heads = self._linear(f"{name}_proj", normed).reshape(-1, self.head_dim)
+        if f"{name}_norm.weight" in self.weights:
+            heads = np.stack([self._norm(f"{name}_norm", head) for head in heads])
+        return heads
 
     def _pick(self, hidden: Vector, trace: Trace) -> None:
         logits = self.logits(hidden)

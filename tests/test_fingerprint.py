@@ -79,6 +79,7 @@ def test_shards_do_not_matter(tmp_path: Path, base: Path) -> None:
         {"head_dim": 16, "num_key_value_heads": 4},
         {"attention_bias": False, "tie_word_embeddings": False, "rope_scaling": None},
         {"max_position_embeddings": 99},
+        {"sliding_window": 64, "use_sliding_window": False},
     ],
 )
 def test_spelling_and_notes_in_the_config_do_not_matter(tmp_path: Path, base: Path, change: dict[str, Any]) -> None:
@@ -95,6 +96,8 @@ def test_spelling_and_notes_in_the_config_do_not_matter(tmp_path: Path, base: Pa
         {"num_key_value_heads": 2},
         {"tie_word_embeddings": True},
         {"model_type": "qwen2"},
+        {"sliding_window": 64},
+        {"sliding_window": 64, "use_sliding_window": True},
     ],
 )
 def test_what_decides_the_numbers_matters(tmp_path: Path, base: Path, change: dict[str, Any]) -> None:

@@ -175,4 +175,4 @@ def test_an_unusable_prompt_is_left_out(make_llm: Callable[..., LLM]) -> None:
     too_long = replace(good, id="long", prompt="x" * 1000)  # the tiny models' context is 160
     found = traces.answer_all(llm, [empty, good, too_long], lambda _: None)
     assert [answer.id for answer in found] == ["good"]
-    assert found[0].tokens[: found[0].first + 1] == tuple(llm.engine.encode(good))
+    assert found[0].tokens[: found[0].first + 1] == tuple(llm.engine.tokenizer.encode("abc"))

@@ -36,6 +36,16 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 10,
 }
 LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 32}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 4}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 2}
+# What config.json says of each trait of the tensors.
+TRAITS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "attention_bias": {"attention_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "qkv_bias": QWEN2,
+    "qk_norm": QWEN3,
+}
 Tensors = dict[str, Tensor]
 
 
@@ -46,8 +56,15 @@ def config_of(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def shapes(*, tied: bool = False, attention_bias: bool = False, mlp_bias: bool = False) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama checkpoint, written down independently of the loader."""
+def shapes(
+    *,
+    tied: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint, written down independently of the loader."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,)}
     if not tied:
         found["lm_head.weight"] = (10, 8)
@@ -60,6 +77,10 @@ def shapes(*, tied: bool = False, attention_bias: bool = False, mlp_bias: bool =
         found |= {f"{p}mlp.{n}_proj.weight": shape for n, shape in mlp.items()}
         if attention_bias:
             found |= {f"{p}self_attn.{n}_proj.bias": shape[:1] for n, shape in projections.items()}
+        if qkv_bias:
+            found |= {f"{p}self_attn.{n}_proj.bias": projections[n][:1] for n in "qkv"}
+        if qk_norm:
+            found |= {p + "self_attn.q_norm.weight": (2,), p + "self_attn.k_norm.weight": (2,)}
         if mlp_bias:
             found |= {f"{p}mlp.{n}_proj.bias": shape[:1] for n, shape in mlp.items()}
     return found
@@ -128,22 +149,29 @@ def expect(weights: Weights, source: Tensors) -> None:
                     assert torch.equal(found[layer], torch.cat([part for part in parts if part is not None]))
         assert torch.equal(weights.attention_norm[layer], source[p + "input_layernorm.weight"])
         assert torch.equal(weights.mlp_norm[layer], source[p + "post_attention_layernorm.weight"])
+        for stack, name in (("q_norm", "self_attn.q_norm.weight"), ("k_norm", "self_attn.k_norm.weight")):
+            if (norms := getattr(weights, stack)) is None:
+                assert p + name not in source
+            else:
+                assert torch.equal(norms[layer], source[p + name])
     assert torch.equal(weights.embedding, source["model.embed_tokens.weight"])
     assert torch.equal(weights.final_norm, source["model.norm.weight"])
 
 
-@pytest.mark.parametrize("traits", [{}, {"attention_bias": True}, {"mlp_bias": True}, {"tied": True}])
+@pytest.mark.parametrize("traits", [(), *((trait,) for trait in TRAITS), ("qk_norm", "attention_bias", "tied")])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_every_tensor_finds_its_place(tmp_path: Path, traits: dict[str, bool], *, sharded: bool) -> None:
-    source = tensors(**traits)
+def test_every_tensor_finds_its_place(tmp_path: Path, traits: tuple[str, ...], *, sharded: bool) -> None:
+    source = tensors(**dict.fromkeys(traits, True))
     save_file(source, tmp_path / SINGLE)
-    keys = {"tied": "tie_word_embeddings"}
-    config_of(tmp_path, **{keys.get(name, name): value for name, value in traits.items()})
+    for_config: dict[str, Any] = {}
+    for trait in traits:
+        for_config |= TRAITS[trait]
+    config_of(tmp_path, **for_config)
     if sharded:
         shard(tmp_path)
     weights = load(tmp_path)
     expect(weights, source)
-    if traits.get("tied"):
+    if "tied" in traits:
         assert weights.lm_head is weights.embedding
     else:
         assert torch.equal(weights.lm_head, source["lm_head.weight"])
@@ -176,6 +204,34 @@ def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     del source[name]
     save_file(source, config_of(tmp_path, attention_bias=True, mlp_bias=True) / SINGLE)
     refused(lambda: load(tmp_path), str(tmp_path), f"tensor {name} is missing", "1 in all")
+
+
+@pytest.mark.parametrize(
+    ("trait", "name"),
+    [
+        ("qk_norm", "model.layers.0.self_attn.q_norm.weight"),
+        ("qk_norm", "model.layers.1.self_attn.k_norm.weight"),
+        ("qkv_bias", "model.layers.1.self_attn.v_proj.bias"),
+    ],
+)
+def test_a_missing_tensor_of_a_family_is_named(tmp_path: Path, trait: str, name: str) -> None:
+    source = tensors(**{trait: True})
+    del source[name]
+    save_file(source, config_of(tmp_path, **TRAITS[trait]) / SINGLE)
+    refused(lambda: load(tmp_path), str(tmp_path), f"tensor {name} is missing", "1 in all")
+
+
+@pytest.mark.parametrize(
+    ("trait", "name"),
+    [
+        ("tied", "model.layers.0.self_attn.q_norm.weight"),
+        ("qk_norm", "model.layers.0.self_attn.q_proj.bias"),
+        ("qkv_bias", "model.layers.0.self_attn.o_proj.bias"),
+    ],
+)
+def test_a_tensor_of_another_family_is_unexpected(tmp_path: Path, trait: str, name: str) -> None:
+    save_file(tensors(**{trait: True}) | {name: torch.ones(8)}, config_of(tmp_path, **TRAITS[trait]) / SINGLE)
+    refused(lambda: load(tmp_path), str(tmp_path / SINGLE), f"unexpected tensor {name}")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +314,8 @@ def test_traits_of_a_plain_config(folder: Path) -> None:
     assert (c.num_layers, c.hidden_size, c.intermediate_size, c.vocab_size) == (2, 8, 12, 10)
     assert (c.num_heads, c.num_kv_heads, c.head_dim, c.max_position) == (4, 2, 2, 64)
     assert (c.norm_eps, c.rope_theta, c.rope_scaling) == (1e-5, 5000.0, {"rope_type": "default"})
-    assert (c.attention_bias, c.mlp_bias, c.tied, c.dtype) == (False, False, False, "float32")
+    assert (c.qkv_bias, c.output_bias, c.mlp_bias, c.qk_norm) == (False, False, False, False)
+    assert (c.tied, c.dtype) == (False, "float32")
 
 
 @pytest.mark.parametrize(
@@ -274,6 +331,12 @@ def test_traits_of_a_plain_config(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope_theta": 7.0}),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 5000.0}),
         ({"architectures": ["Other", "LlamaForCausalLM"]}, {"num_layers": 2}),
+        (QWEN2, {"qkv_bias": True, "output_bias": False, "qk_norm": False, "head_dim": 2}),
+        ({**QWEN2, "attention_bias": True}, {"output_bias": False}),  # not one of this family's keys
+        ({**QWEN3, "head_dim": None}, {"qkv_bias": False, "output_bias": False, "qk_norm": True, "head_dim": 128}),
+        ({**QWEN3, "attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
+        ({**QWEN3, "max_position_embeddings": None}, {"max_position": 32768}),
+        ({**QWEN3, "layer_types": ["full_attention"] * 2}, {"num_layers": 2}),
     ],
 )
 def test_spellings_and_defaults(folder: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -321,6 +384,11 @@ def test_rope_kinds(folder: Path, key: str, spelling: str, kind: str, values: di
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, ["low_freq_factor"]),
         ({"rope_scaling": "linear"}, ["rope_scaling"]),
         ({"rope_scaling": ["linear"]}, ["rope_scaling"]),
+        ({**QWEN2, "use_sliding_window": True}, ["use_sliding_window is true", "not supported"]),
+        ({**QWEN3, "use_sliding_window": True}, ["use_sliding_window is true", "not supported"]),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({**QWEN3, "rope_scaling": {"type": "yarn", "factor": 4}}, ["'yarn'"]),
+        ({**QWEN3, "hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
     ],
 )
 def test_config_errors_name_file_and_key(folder: Path, changes: dict[str, Any], words: list[str]) -> None:

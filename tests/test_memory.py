@@ -29,8 +29,10 @@ CONFIG = ModelConfig(
     norm_eps=1e-5,
     rope_theta=10_000.0,
     rope_scaling={"rope_type": "default"},
-    attention_bias=False,
+    qkv_bias=False,
+    output_bias=False,
     mlp_bias=False,
+    qk_norm=False,
     tied=True,
     dtype="float32",
 )

@@ -166,8 +166,8 @@ def test_decode_batch() -> None:
 def test_rows_of_unequal_length_never_read_blocks_of_others() -> None:
     """Padding is masked, but a weight of 0 times the NaN of a failing companion is NaN."""
     for rows in (
-        (Row(2, 5, 6, (4, 7), Draw()), Row(0, 5, 1, (0,), Draw()), Row(1, 5, 2, (3,), Draw())),
-        (Row(2, 5, 0, (1,), Draw()), Row(0, 5, 8, (0, 2, 6), Draw())),
+        (Row("a", 2, 5, 6, (4, 7), Draw()), Row("b", 0, 5, 1, (0,), Draw()), Row("c", 1, 5, 2, (3,), Draw())),
+        (Row("a", 2, 5, 0, (1,), Draw()), Row("b", 0, 5, 8, (0, 2, 6), Draw())),
     ):
         pool = RowPool(CacheShape(8, 4, 3), 32, 8, torch.float32, torch.device("cpu"))
         pool.begin(rows)

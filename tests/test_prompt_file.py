@@ -40,10 +40,11 @@ def test_a_full_line() -> None:
         "seed": 7,
         "stop": ["x", "y"],
         "category": "greeting",
-        "reference": None,
+        "reference": "Hello.",
     }
     sampling = SamplingParams(max_tokens=5, temperature=1.0, seed=7, stop=("x", "y"))
-    assert read(line) == [Request(id="a", prompt="Hi", sampling=sampling, line=1)]
+    assert read(line) == [Request(id="a", prompt="Hi", sampling=sampling, line=1, reference="Hello.")]
+    assert read(line | {"reference": None}) == [Request(id="a", prompt="Hi", sampling=sampling, line=1)]
 
 
 def test_messages_and_defaults() -> None:
@@ -105,6 +106,9 @@ def test_other_unicode_line_separators_do_not_split_a_line() -> None:
         ({"prompt": "a", "stop": ""}, "stop has an empty string, which would end every answer at once; remove it"),
         ({"prompt": "a", "stop": ["x", 3]}, "stop must be text, got 3"),
         ({"prompt": "a", "stop": {}}, "stop must be text or a list of texts, got an object"),
+        ({"prompt": "a", "reference": ["b"]}, "reference must be text, got a list"),
+        ({"prompt": "a", "reference": "\ud800"}, "reference has half a surrogate pair at character 1; remove it"),
+        ({"prompt": "a", "referense": "b"}, "unknown field 'referense'; did you mean 'reference'?"),
         ({"messages": []}, "messages is empty; give at least one message"),
         ({"messages": "a"}, "messages must be a list, got text"),
         ({"messages": ["a"]}, "messages[0] must be an object with role and content, got text"),
@@ -172,7 +176,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-FIELD = st.sampled_from(["prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop", "category", "role"])
+FIELDS = ["prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop", "reference", "category"]
+FIELD = st.sampled_from([*FIELDS, "role"])
 
 
 @given(st.dictionaries(FIELD, JSON))
@@ -180,7 +185,7 @@ def test_no_object_makes_it_fail(fields: dict[str, Any]) -> None:
     [entry] = read(fields)
     if isinstance(entry, Request):
         assert (entry.prompt is None) != (entry.messages is None)
-        assert set(fields) <= {"prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop", "category"}
+        assert set(fields) <= set(FIELDS)
 
 
 TOKENS = (TokenRecord(5, "Hel", 30, None), TokenRecord(6, "lo", 18, 0.75), TokenRecord(2, "", 18, 0.5))

@@ -84,7 +84,7 @@ def test_a_ready_row_leaves_the_others_go_on_then_it_is_completed() -> None:
     s, a, b = scheduler(), sequence("a", 3, 8), sequence("b", 5, 8)
     prefilled(s, a, b)
     plan = next_pass(s, 0, a, b)
-    assert plan.rows[0] == Row(a.slot, 50, 3, tuple(a.block_table), Draw())
+    assert plan.rows[0] == Row("a", a.slot, 50, 3, tuple(a.block_table), Draw())
     assert plan.rows[1].position == 5
     assert s.commit(plan, (went(60, 0.9, ready=True), STAYS)) == [a]
     plan = next_pass(s, 1, b)

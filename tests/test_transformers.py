@@ -101,6 +101,9 @@ def test_folders_hold_the_traits_they_are_named_for(
     assert "lm_head.weight" not in plain("tied-mqa").weights
     assert "model.layers.0.mlp.up_proj.bias" in plain("biases").weights
     assert plain("head-dim-12").head_dim * plain("head-dim-12").heads != 32
+    assert "model.layers.0.self_attn.q_proj.bias" in plain("qwen2").weights
+    assert "model.layers.0.self_attn.o_proj.bias" not in plain("qwen2").weights
+    assert "model.layers.0.self_attn.k_norm.weight" in plain("qwen3").weights
 
 
 # The sampler, against the distribution it draws from

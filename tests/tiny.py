@@ -1,4 +1,4 @@
-"""Tiny random Llamas in Hugging Face folders, and a loop that drives scheduler and runner on them by hand.
+"""Tiny random models in Hugging Face folders, and a loop that drives scheduler and runner on them by hand.
 
 Weights are scaled so that every layer and the attention matter and that logits are well spread: no near ties.
 """
@@ -71,6 +71,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope-llama3": {"head_dim": 16, "rope_parameters": LLAMA3},
     "head-dim-12": {"head_dim": 12},
     "sharded": {},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "sliding_window": 16,
+        "use_sliding_window": False,  # as in released configs
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -94,6 +106,7 @@ def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.n
     )
     head_dim = config.get("head_dim", d // heads)
     q, kv = heads * head_dim, kv_heads * head_dim
+    qkv_bias = config["attention_bias"] or config["model_type"] == "qwen2"
     tensors: dict[str, np.ndarray] = {}
 
     def matrix(name: str, rows: int, columns: int, gain: float, *, bias: bool = False) -> None:
@@ -101,8 +114,8 @@ def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.n
         if bias:
             tensors[f"{name}.bias"] = rng.standard_normal(rows) * 0.3
 
-    def norm(name: str) -> None:
-        tensors[f"{name}.weight"] = rng.uniform(0.6, 1.4, d)
+    def norm(name: str, size: int = d) -> None:
+        tensors[f"{name}.weight"] = rng.uniform(0.6, 1.4, size)
 
     matrix("model.embed_tokens", config["vocab_size"], d, 3.0)
     for layer in range(config["num_hidden_layers"]):
@@ -110,7 +123,10 @@ def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.n
         norm(f"{prefix}.input_layernorm")
         norm(f"{prefix}.post_attention_layernorm")
         for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            matrix(f"{prefix}.self_attn.{name}_proj", rows, d, 1.5, bias=config["attention_bias"])
+            matrix(f"{prefix}.self_attn.{name}_proj", rows, d, 1.5, bias=qkv_bias)
+        if config["model_type"] == "qwen3":
+            norm(f"{prefix}.self_attn.q_norm", head_dim)
+            norm(f"{prefix}.self_attn.k_norm", head_dim)
         matrix(f"{prefix}.self_attn.o_proj", d, q, 1.0, bias=config["attention_bias"])
         matrix(f"{prefix}.mlp.gate_proj", f, d, 1.5, bias=config["mlp_bias"])
         matrix(f"{prefix}.mlp.up_proj", f, d, 1.5, bias=config["mlp_bias"])

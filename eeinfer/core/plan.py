@@ -49,8 +49,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One decode token on its way through the stages: the token to run, at which position, and where its KV goes."""
+    """One decode token on its way through the stages: whose it is, the token to run, and where its KV goes."""
 
+    request_id: str
     slot: int
     token: int
     position: int

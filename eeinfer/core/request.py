@@ -28,6 +28,7 @@ class SamplingParams:
         temperature: 0 is greedy; otherwise logits are divided by it.
         seed: of this request's draws; they do not depend on its batch or order.
         stop: strings that end the text, or one string; the match and what follows are cut off.
+        ignore_eos: go on after an end-of-sequence token, up to `max_tokens`; for benchmarks.
 
     Raises:
         RequestError: a value that means nothing.
@@ -37,6 +38,7 @@ class SamplingParams:
     temperature: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -53,7 +55,7 @@ class SamplingParams:
 class Request:
     """One prompt: exactly one of `prompt` (text), `messages` (chat turns) and `prompt_token_ids` is set.
 
-    `line` is its line in a prompt file, for messages.
+    `line` is its line in a prompt file, for messages. `reference` is an answer that its source gives, for judging.
     """
 
     id: str
@@ -62,6 +64,7 @@ class Request:
     prompt_token_ids: tuple[int, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     line: int | None = None
+    reference: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class Scheduler:
         for sequence in list(self._running):
             if sequence.status is Status.RUNNING and self._make_room(sequence):
                 row = Row(
+                    request_id=sequence.request_id,
                     slot=sequence.slot,
                     token=sequence.tokens[-1],
                     position=sequence.num_cached,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from math import inf
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eeinfer.config.schema import ExitSettings, ModelSettings, Settings
 from eeinfer.core.block_manager import BlockManager
+from eeinfer.core.readiness import Readiness
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.strategy import leave_rule
 from eeinfer.engine.engine import Engine
@@ -27,7 +28,7 @@ from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig, model_config
 from eeinfer.model.fingerprint import fingerprint
 from eeinfer.model.loader import load_weights
-from eeinfer.model.tokenizer import Tokenizer
+from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
 from eeinfer.runner.memory import num_blocks
 from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape
@@ -38,9 +39,12 @@ PACKAGED_SETTINGS = "eeinfer.toml"
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A model folder with what identifies it, and the folder of its exit heads, if any."""
+    """A model folder with what identifies it, and the folder of its exit heads, if any.
 
-    folder: Path
+    Random weights have no folder.
+    """
+
+    folder: Path | None
     config: ModelConfig
     base: Base
     heads: Path | None
@@ -48,8 +52,17 @@ class Located:
     @property
     def packaged_settings(self) -> Path | None:
         """The settings that ship with the heads, or None."""
-        path = (self.heads or self.folder) / PACKAGED_SETTINGS
-        return path if path.is_file() else None
+        folder = self.heads or self.folder
+        path = folder and folder / PACKAGED_SETTINGS
+        return path if path and path.is_file() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model in memory."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer | NoTokenizer
 
 
 def locate(settings: ModelSettings, note: Note) -> Located:
@@ -95,34 +108,65 @@ def _packaged_heads() -> list[Path]:
     return sorted(path.parent for path in root.glob(f"*/{CONFIG_NAME}"))
 
 
-def build_engine(settings: Settings, located: Located, note: Note) -> Engine:
-    """An engine ready to take requests.
+def load_model(settings: ModelSettings, located: Located) -> Model:
+    """Read tokenizer and weights.
 
     Raises:
-        ConfigError: settings that do not fit this model or machine.
-        ModelError, HeadsError: files that cannot be used.
+        ConfigError: the device or number type does not fit this machine.
+        ModelError: files that cannot be used.
     """
-    device = _device(settings.model.device)
-    dtype = _dtype(settings.model.dtype, located.config.dtype)
-    # What can be wrong with the settings is found before the weights are read.
-    planned = [] if settings.batching.strategy == "full" else _plan_exits(settings.exits, located, note)
+    assert located.folder is not None, "random weights are not read"
+    device = device_of(settings.device)
+    dtype = dtype_of(settings.dtype, located.config.dtype)
     tokenizer = Tokenizer(located.folder, located.config.vocab_size)
-    decoder = Decoder(located.config, load_weights(located.folder, located.config, dtype, device))
+    return Model(Decoder(located.config, load_weights(located.folder, located.config, dtype, device)), tokenizer)
+
+
+def build_runner(
+    settings: Settings,
+    model: Model,
+    planned: Sequence[PlannedExit],
+    *,
+    cache: Tensor | None = None,
+    readiness: Readiness | None = None,
+    runner_class: type[ModelRunner] = ModelRunner,
+) -> ModelRunner:
+    """A runner with its exits and its KV cache.
+
+    Args:
+        settings: of the run.
+        model: in memory.
+        planned: the exits in use, from `plan_exits`.
+        cache: of another runner with the same model and the same cache settings, which rests while this one works.
+        readiness: decides who is ready in place of the measure.
+        runner_class: ModelRunner, or one that also watches it.
+
+    Raises:
+        ConfigError: the cache does not fit.
+    """
+    decoder = model.decoder
     exits = [Exit(head_on(decoder, e.spec, e.tensors), settings.exits.measure, e.threshold) for e in planned]
     max_num_seqs = settings.batching.max_num_seqs
-    blocks = num_blocks(settings.cache, located.config, dtype, device, max_num_seqs)
-    max_num_seqs = min(max_num_seqs, blocks)  # each sequence in flight holds at least one block
-    shape = CacheShape(blocks, settings.cache.block_size, max_num_seqs)
-    runner = ModelRunner(decoder, exits, settings.exits.completion, shape)
+    if cache is None:
+        blocks = num_blocks(settings.cache, decoder.config, decoder.dtype, decoder.device, max_num_seqs)
+    else:
+        blocks = cache.shape[2] - 1
+    # Each sequence in flight holds at least one block.
+    shape = CacheShape(blocks, settings.cache.block_size, min(max_num_seqs, blocks))
+    return runner_class(decoder, exits, settings.exits.completion, shape, cache=cache, readiness=readiness)
+
+
+def build_engine(settings: Settings, model: Model, runner: ModelRunner) -> Engine:
+    """An engine with nothing in it yet, ready to take requests."""
     scheduler = Scheduler(
-        BlockManager(blocks, settings.cache.block_size),
+        BlockManager(runner.shape.num_blocks, runner.shape.block_size),
         tuple(stage.stop for stage in runner.stages),
         leave_rule(settings.batching.strategy, sticky=settings.batching.sticky),
         approximate=settings.exits.completion != "oracle",
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=runner.shape.max_num_seqs,
         max_num_batched_tokens=settings.batching.max_num_batched_tokens,
     )
-    return Engine(scheduler, runner, tokenizer, settings.sampling, located.config.max_position)
+    return Engine(scheduler, runner, model.tokenizer, settings.sampling, model.decoder.config.max_position)
 
 
 class PlannedExit(NamedTuple):
@@ -133,8 +177,18 @@ class PlannedExit(NamedTuple):
     threshold: float
 
 
-def _plan_exits(exits: ExitSettings, located: Located, note: Note) -> list[PlannedExit]:
-    """The exits in use: those whose threshold can be reached."""
+def plan_exits(settings: Settings, located: Located, note: Note) -> list[PlannedExit]:
+    """The exits in use: those whose threshold can be reached; none for the strategy `full`.
+
+    What can be wrong with the settings of exits shows here, before the weights are read.
+
+    Raises:
+        ConfigError: exits or thresholds that do not fit this model.
+        HeadsError: files that cannot be used.
+    """
+    if settings.batching.strategy == "full":
+        return []
+    exits = settings.exits
     heads = _heads(exits, located, note)
     thresholds = _thresholds(exits, [spec.layers_executed for spec, _ in heads])
     planned = [PlannedExit(*head, threshold) for head, threshold in zip(heads, thresholds, strict=True)]
@@ -185,7 +239,8 @@ def _thresholds(exits: ExitSettings, layers: list[int]) -> list[float]:
     return list(exits.threshold)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of a `model.device` setting; ConfigError when this machine has none like it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -199,7 +254,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(asked: str, checkpoint: str) -> torch.dtype:
+def dtype_of(asked: str, checkpoint: str) -> torch.dtype:
+    """The number type of a `model.dtype` setting; `auto` takes the checkpoint's, ModelError when that is unknown."""
     name = checkpoint.removeprefix("torch.") if asked == "auto" else asked
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import perf_counter
@@ -10,8 +11,10 @@ from eeinfer.config.schema import SamplingSettings
 from eeinfer.core.request import FinishReason, Request, RequestOutput, TokenRecord
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.sequence import Sequence
+from eeinfer.core.step import Step, step_of
+from eeinfer.engine.encode import encode
 from eeinfer.errors import RequestError
-from eeinfer.model.tokenizer import TextStream, Tokenizer
+from eeinfer.model.tokenizer import NoTokenizer, TextStream, Tokenizer
 from eeinfer.runner.model_runner import ModelRunner
 
 
@@ -23,6 +26,7 @@ class Stats:
         generated_tokens: tokens produced, end-of-sequence tokens included.
         layers_executed: layers run for them, summed.
         seconds: time spent in steps.
+        prefill_seconds: the part of it spent on prompts (and on replay after preemption).
         finished, failed: requests that ended well, and that did not.
         involuntary_exits, involuntary_stays: see `eeinfer.core.scheduler.SchedulerStats`.
         preemptions: times a sequence lost its blocks and had to be replayed.
@@ -32,6 +36,7 @@ class Stats:
     generated_tokens: int = 0
     layers_executed: int = 0
     seconds: float = 0.0
+    prefill_seconds: float = 0.0
     finished: int = 0
     failed: int = 0
     involuntary_exits: int = 0
@@ -54,7 +59,7 @@ class Stats:
 class _Answer:
     """The text of one sequence so far."""
 
-    stream: TextStream
+    stream: TextStream | NoTokenizer
     stop: tuple[str, ...]
     pieces: list[str] = field(default_factory=list)
     text: str = ""
@@ -86,22 +91,26 @@ class Engine:
         scheduler, runner, tokenizer: the parts.
         sampling: the run's defaults.
         max_position: longest context.
+        clock: seconds from any origin.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | NoTokenizer,
         sampling: SamplingSettings,
         max_position: int,
+        *,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.stats = Stats()
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._sampling = sampling
         self._max_position = max_position
+        self._clock = clock
         self._answers: dict[Sequence, _Answer] = {}
 
     def add(self, request: Request) -> None:
@@ -112,19 +121,21 @@ class Engine:
         """
         sequence = self._sequence(request)
         self.scheduler.add(sequence)
-        self._answers[sequence] = _Answer(self._tokenizer.stream(), request.sampling.stop)
+        self._answers[sequence] = _Answer(self.tokenizer.stream(), request.sampling.stop)
 
-    def step(self) -> list[RequestOutput]:
-        """Carry out one plan. Returns the answers that it finished."""
-        started = perf_counter()
+    def step(self) -> Step:
+        """Carry out one plan; call it while there `has_work`."""
+        started = self._clock()
         plan = self.scheduler.next()
-        if plan is None:
-            return []
+        assert plan is not None, "a scheduler that has work has a plan"
         outcome = self.runner.run(plan)
         touched = self.scheduler.commit(plan, outcome)
-        finished = [output for sequence in touched if (output := self._advance(sequence))]
-        self._count(finished, perf_counter() - started)
-        return finished
+        produced = tuple(sequence.request_id for sequence in touched if self._take_in(sequence))
+        finished = tuple(self._output(sequence) for sequence in touched if sequence.finish_reason is not None)
+        ended = self._clock()
+        step = step_of(plan, seconds=ended - started, ended=ended, produced=produced, finished=finished)
+        self._count(step)
+        return step
 
     @property
     def has_work(self) -> bool:
@@ -137,15 +148,17 @@ class Engine:
             self.scheduler.finish(sequence, FinishReason.ERROR, "aborted")
         self._answers.clear()
 
-    def _advance(self, sequence: Sequence) -> RequestOutput | None:
+    def _take_in(self, sequence: Sequence) -> bool:
+        """Add a token to its answer; False if the sequence has gained none, as it failed."""
         answer = self._answers[sequence]
-        if len(answer.pieces) < len(sequence.depths):
-            self.stats.generated_tokens += 1
-            self.stats.layers_executed += sequence.depths[-1]
-            if answer.push(sequence.tokens[-1]):
-                self.scheduler.finish(sequence, FinishReason.STOP)
-                sequence.finish_reason = FinishReason.STOP  # outranks a length reached with the same token
-        return None if sequence.finish_reason is None else self._output(sequence)
+        if len(answer.pieces) == len(sequence.depths):
+            return False
+        self.stats.generated_tokens += 1
+        self.stats.layers_executed += sequence.depths[-1]
+        if answer.push(sequence.tokens[-1]):
+            self.scheduler.finish(sequence, FinishReason.STOP)
+            sequence.finish_reason = FinishReason.STOP  # outranks a length reached with the same token
+        return True
 
     def _output(self, sequence: Sequence) -> RequestOutput:
         answer = self._answers.pop(sequence)
@@ -160,50 +173,30 @@ class Engine:
             error=sequence.error,
         )
 
-    def _count(self, finished: list[RequestOutput], seconds: float) -> None:
+    def _count(self, step: Step) -> None:
         stats, counted = self.stats, self.scheduler.stats
-        stats.seconds += seconds
-        failed = sum(output.finish_reason is FinishReason.ERROR for output in finished)
+        stats.seconds += step.seconds
+        stats.prefill_seconds += step.seconds if step.kind == "prefill" else 0.0
+        failed = sum(output.finish_reason is FinishReason.ERROR for output in step.finished)
         stats.failed += failed
-        stats.finished += len(finished) - failed
+        stats.finished += len(step.finished) - failed
         stats.involuntary_exits, stats.involuntary_stays = counted.involuntary_exits, counted.involuntary_stays
         stats.preemptions, stats.peak_blocks = counted.preemptions, self.scheduler.blocks.peak_used
 
     # Requests
 
     def _sequence(self, request: Request) -> Sequence:
-        tokens = self.encode(request)
+        tokens = encode(request, self.tokenizer, self.runner.decoder.config.vocab_size)
         sampling = request.sampling
         temperature = self._sampling.temperature if sampling.temperature is None else sampling.temperature
         return Sequence(
             request_id=request.id,
             tokens=tokens,
             max_tokens=self._max_tokens(len(tokens), sampling.max_tokens),
-            eos_token_ids=self._tokenizer.eos_token_ids,
+            eos_token_ids=frozenset() if sampling.ignore_eos else self.tokenizer.eos_token_ids,
             temperature=temperature,
             seed=self._own_seed(request.id) if sampling.seed is None else sampling.seed,
         )
-
-    def encode(self, request: Request) -> list[int]:
-        """Token ids of a request's prompt; never empty.
-
-        Raises:
-            RequestError: there is no prompt, or it is not usable.
-        """
-        if request.prompt_token_ids is not None:
-            tokens = list(request.prompt_token_ids)
-            vocab_size = self.runner.decoder.config.vocab_size
-            if bad := [token for token in tokens if not 0 <= token < vocab_size]:
-                raise RequestError(f"prompt token {bad[0]} is outside the vocabulary of {vocab_size}")
-        elif request.messages is not None:
-            tokens = self._tokenizer.encode_chat(request.messages)
-        elif request.prompt is not None:
-            tokens = self._tokenizer.encode(request.prompt)
-        else:
-            raise RequestError("the request has neither prompt nor messages")
-        if not tokens:
-            raise RequestError("the prompt is empty")
-        return tokens
 
     def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
         room = self._max_position - prompt_tokens

@@ -10,7 +10,7 @@ from typing import Any
 from eeinfer.config.load import Loaded, load_settings
 from eeinfer.config.schema import Settings
 from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
-from eeinfer.engine.build import Located, build_engine, locate
+from eeinfer.engine.build import Located, build_engine, build_runner, load_model, locate, plan_exits
 from eeinfer.engine.engine import Engine, Stats
 from eeinfer.errors import ConfigError, RequestError
 
@@ -57,7 +57,9 @@ class LLM:
     def _load(self, resolve: Callable[[Path | None], Loaded], note: Callable[[str], None]) -> None:
         self.located: Located = locate(resolve(None).settings.model, note)
         self.settings: Settings = resolve(self.located.packaged_settings).settings
-        self.engine: Engine = build_engine(self.settings, self.located, note)
+        planned = plan_exits(self.settings, self.located, note)
+        model = load_model(self.settings.model, self.located)
+        self.engine: Engine = build_engine(self.settings, model, build_runner(self.settings, model, planned))
 
     @property
     def stats(self) -> Stats:
@@ -121,7 +123,7 @@ class LLM:
                 self.stats.failed += 1
                 finish(RequestOutput(request.id, "", FinishReason.ERROR, 0, (), str(error)))
         while self.engine.has_work:
-            for output in self.engine.step():
+            for output in self.engine.step().finished:
                 finish(output)
             if on_step:
                 on_step(self.stats)

@@ -16,8 +16,8 @@ from eeinfer.errors import EeinferError, RequestError
 
 PACKAGED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 
-FIELDS = ("prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop")
-IGNORED = ("category", "reference")  # carried by data sets, of no use to the engine
+FIELDS = ("prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop", "reference")
+IGNORED = ("category",)  # carried by data sets, of no use here
 ROLES = ("system", "user", "assistant")
 MAX_SEED = 2**63 - 1
 
@@ -152,7 +152,7 @@ def _request(fields: Mapping[str, Any], request_id: str, number: int) -> Request
     for name in fields:
         if name not in FIELDS and name not in IGNORED:
             raise RequestError(f"unknown field {name!r}{did_you_mean(name, FIELDS)}")
-    prompt, messages = fields.get("prompt"), fields.get("messages")
+    prompt, messages, reference = fields.get("prompt"), fields.get("messages"), fields.get("reference")
     if (prompt is None) == (messages is None):
         raise RequestError(f"give prompt or messages, {'one of them' if prompt is None else 'not both'}")
     return Request(
@@ -166,6 +166,7 @@ def _request(fields: Mapping[str, Any], request_id: str, number: int) -> Request
             stop=_stop(fields.get("stop")),
         ),
         line=number,
+        reference=None if reference is None else _text(reference, "reference"),
     )
 
 

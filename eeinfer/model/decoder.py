@@ -17,6 +17,8 @@ from eeinfer.ops.token_batch import TokenBatch
 class Decoder:
     """A pre-norm transformer with rotary positions, grouped query heads and a gated MLP.
 
+    A trait of the family is a tensor that is there or not: biases, and norms of the heads of q and k before rotation.
+
     Args:
         config: sizes and traits.
         weights: on one device, in one number type.
@@ -76,11 +78,28 @@ class Decoder:
         normed = rms_norm(hidden, w.attention_norm, config.norm_eps)
         q, k, v = F.linear(normed, w.qkv, w.qkv_bias).split(self._head_sizes, dim=-1)
         q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))
-        store_kv(cache, rotate(k, rotation), v, batch.slots)
-        attended = paged_attention(rotate(q, rotation), cache, batch, config.head_dim**-0.5)
+        if w.q_norm is not None:
+            q, k = rms_norm(q, w.q_norm, config.norm_eps), rms_norm(k, w.k_norm, config.norm_eps)
+        attended = self.attend(rotate(q, rotation), rotate(k, rotation), v, cache, batch)
         hidden = hidden + F.linear(attended, w.output, w.output_bias)
         gate, up = F.linear(rms_norm(hidden, w.mlp_norm, config.norm_eps), w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, w.down, w.down_bias)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: TokenBatch) -> Tensor:
+        """Attention of one layer: write K and V of the batch's n tokens, then read those of their sequences.
+
+        Args:
+            q: [n, heads, head_dim], rotated.
+            k: [n, kv_heads, head_dim], rotated.
+            v: [n, kv_heads, head_dim].
+            cache: [2, num_blocks, block_size, kv_heads, head_dim], the layer's; written in place.
+            batch: the n tokens.
+
+        Returns:
+            [n, heads * head_dim], before the output projection.
+        """
+        store_kv(cache, k, v, batch.slots)
+        return paged_attention(q, cache, batch, self.config.head_dim**-0.5)
 
     def project_kv(self, first_layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """K (rotated) and V that the layers from `first_layer` on make of the same hidden states, without running them.
@@ -97,13 +116,13 @@ class Decoder:
         """
         w, config = self.weights, self.config
         q_size = self._head_sizes[0]
-        wide = at_least_float32(hidden.dtype)
-        shared = rms_norm(hidden.to(wide), None, config.norm_eps)
-        normed = (shared * w.attention_norm[first_layer:, None].to(wide)).to(hidden.dtype)
+        normed = _rms_norm_by_layer(hidden, w.attention_norm[first_layer:, None], config.norm_eps)
         kv = torch.bmm(normed, w.qkv[first_layer:, q_size:].transpose(1, 2))
         if w.qkv_bias is not None:
             kv = kv + w.qkv_bias[first_layer:, None, q_size:]
         k, v = kv.unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
+        if w.k_norm is not None:
+            k = _rms_norm_by_layer(k, w.k_norm[first_layer:, None, None], config.norm_eps)
         return rotate(k, rotations(positions, self._frequencies, hidden.dtype)), v
 
     def final_norm(self, hidden: Tensor) -> Tensor:
@@ -117,3 +136,15 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [n, V] of its last layer's output [n, d]."""
         return self.vocabulary(self.final_norm(hidden))
+
+
+def _rms_norm_by_layer(x: Tensor, gains: Tensor, eps: float) -> Tensor:
+    """RMS norm with another gain in each of m layers, rounded once at the end; [m, ..., d].
+
+    Args:
+        x: [n, d], the same in all layers, or [m, ..., d].
+        gains: [m, 1, ..., d], as many dimensions as the result.
+        eps: added to the mean square.
+    """
+    wide = at_least_float32(x.dtype)
+    return (rms_norm(x.to(wide), None, eps) * gains.to(wide)).to(x.dtype)

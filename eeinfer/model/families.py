@@ -28,7 +28,8 @@ class ModelConfig:
         norm_eps: of the RMS norms.
         rope_theta: base of the rotary frequencies.
         rope_scaling: parameters of the scaling, positive numbers; `rope_type` names it.
-        attention_bias, mlp_bias: whether those projections have biases.
+        qkv_bias, output_bias, mlp_bias: whether those projections have biases.
+        qk_norm: whether each head of q and k is normalised before its rotation, with gains of the layer's own.
         tied: the vocabulary matrix is the embedding.
         dtype: number type of the checkpoint, as spelled in its config.
     """
@@ -44,19 +45,21 @@ class ModelConfig:
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any]
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
+    qk_norm: bool
     tied: bool
     dtype: str
 
 
-def model_config(folder: Path) -> ModelConfig:
-    """Traits of the model in `folder`.
+def model_config(folder: Path, file: str = CONFIG_FILE) -> ModelConfig:
+    """Traits of the model in `folder`, of which `file` is the config.
 
     Raises:
-        ModelError: an unknown architecture, activation or RoPE kind, or a missing or unusable key.
+        ModelError: an unknown architecture, activation or RoPE kind, a sliding window, or a missing or unusable key.
     """
-    path = folder / CONFIG_FILE
+    path = folder / file
     config = read_json(path)
     architectures = config.get("architectures")
     known = [name for name in FAMILIES if isinstance(architectures, list) and name in architectures]
@@ -71,6 +74,40 @@ def model_config(folder: Path) -> ModelConfig:
 
 
 def _llama(config: dict[str, Any]) -> ModelConfig:
+    bias = bool(config.get("attention_bias", False))
+    mlp_bias = bool(config.get("mlp_bias", False))
+    return _decoder(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+
+
+def _qwen2(config: dict[str, Any]) -> ModelConfig:
+    _refuse_sliding_window(config)
+    return _decoder(config, qkv_bias=True, max_position=32768)
+
+
+def _qwen3(config: dict[str, Any]) -> ModelConfig:
+    _refuse_sliding_window(config)
+    bias = bool(config.get("attention_bias", False))
+    return _decoder(config, qkv_bias=bias, output_bias=bias, qk_norm=True, head_dim=128, max_position=32768)
+
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
+    "LlamaForCausalLM": _llama,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}
+
+
+def _decoder(
+    config: dict[str, Any],
+    *,
+    qkv_bias: bool,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    head_dim: int | None = None,
+    max_position: int = 2048,
+) -> ModelConfig:
+    """The sizes, which all families spell alike, with the traits and the defaults of one."""
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"hidden_act is {activation!r}; the only one known for this architecture is 'silu'")
     heads = _count(config, "num_attention_heads")
@@ -78,7 +115,7 @@ def _llama(config: dict[str, Any]) -> ModelConfig:
     kv_heads = _count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = _count(config, "head_dim", hidden // heads)
+    head_dim = _count(config, "head_dim", head_dim or hidden // heads)
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; rotary positions turn pairs, so it must be even")
     theta, scaling = _rope(config)
@@ -90,18 +127,25 @@ def _llama(config: dict[str, Any]) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_position=_count(config, "max_position_embeddings", 2048),
+        max_position=_count(config, "max_position_embeddings", max_position),
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
         tied=bool(config.get("tie_word_embeddings", False)),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     )
 
 
-FAMILIES: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {"LlamaForCausalLM": _llama}
+def _refuse_sliding_window(config: dict[str, Any]) -> None:
+    """A `sliding_window` counts only where `use_sliding_window` says so; released configs have one that is off."""
+    if config.get("use_sliding_window"):
+        raise ValueError("use_sliding_window is true; attention over a sliding window is not supported")
+    if "sliding_attention" in (config.get("layer_types") or []):
+        raise ValueError("layer_types has 'sliding_attention'; attention over a sliding window is not supported")
 
 
 def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -71,6 +71,8 @@ def fingerprint(folder: Path) -> str:
 
 def _numeric_config(config: dict[str, Any]) -> dict[str, Any]:
     fields = {name: config[name] for name in NUMERIC_FIELDS if config.get(name)} | _heads(config)
+    if config.get("use_sliding_window") is False:  # Qwen: some releases of transformers keep the size of a window off
+        fields.pop("sliding_window", None)
     return {name: _number(value) for name, value in fields.items()} | {"rope": _rope(config)}
 
 

@@ -110,6 +110,28 @@ class TextStream:
         return text[len(known) :]
 
 
+class NoTokenizer:
+    """In place of a tokenizer where there is none, as with random weights: token ids in, no text out, no end."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        """Refuses text with a RequestError."""
+        raise RequestError(f"the model has no tokenizer, so it cannot read {text[:20]!r}: give token ids")
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Refuses messages with a RequestError."""
+        return self.encode(str(messages))
+
+    def stream(self) -> NoTokenizer:
+        """Itself: it holds nothing."""
+        return self
+
+    def push(self, token: int) -> str:  # noqa: ARG002 - the interface of TextStream
+        """No text."""
+        return ""
+
+
 def _load(path: Path) -> FastTokenizer:
     if not path.is_file():
         raise ModelError(f"{path} is missing: the model folder needs a tokenizer in the `tokenizers` format")

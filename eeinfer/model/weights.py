@@ -7,7 +7,7 @@ weights, and gives every tensor of a checkpoint one destination.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -18,13 +18,14 @@ from eeinfer.model.families import ModelConfig
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """All tensors of a decoder with L layers. Biases are `None` where the family has none.
+    """All tensors of a decoder with L layers. Biases and norms of heads are `None` where the family has none.
 
     Attributes:
         embedding: [V, d]; lm_head: [V, d], the same tensor when tied; final_norm: [d].
         attention_norm, mlp_norm: [L, d].
         qkv: [L, (heads + 2 kv_heads) head_dim, d], with qkv_bias; output: [L, d, heads head_dim], with output_bias.
         gate_up: [L, 2 f, d], with gate_up_bias; down: [L, d, f], with down_bias.
+        q_norm, k_norm: [L, head_dim]; both or neither.
     """
 
     embedding: Tensor
@@ -40,6 +41,8 @@ class Weights:
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
 
 class LayerWeights(NamedTuple):
@@ -55,6 +58,8 @@ class LayerWeights(NamedTuple):
     output_bias: Tensor | None
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -66,7 +71,6 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
         return torch.empty(shape, dtype=dtype, device=device)
 
     embedding = new(config.vocab_size, d)
-    attention, mlp = config.attention_bias, config.mlp_bias
     return Weights(
         embedding=embedding,
         lm_head=embedding if config.tied else new(config.vocab_size, d),
@@ -77,11 +81,26 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
         output=new(layers, d, q),
         gate_up=new(layers, 2 * f, d),
         down=new(layers, d, f),
-        qkv_bias=new(layers, q + 2 * kv) if attention else None,
-        output_bias=new(layers, d) if attention else None,
-        gate_up_bias=new(layers, 2 * f) if mlp else None,
-        down_bias=new(layers, d) if mlp else None,
+        qkv_bias=new(layers, q + 2 * kv) if config.qkv_bias else None,
+        output_bias=new(layers, d) if config.output_bias else None,
+        gate_up_bias=new(layers, 2 * f) if config.mlp_bias else None,
+        down_bias=new(layers, d) if config.mlp_bias else None,
+        q_norm=new(layers, config.head_dim) if config.qk_norm else None,
+        k_norm=new(layers, config.head_dim) if config.qk_norm else None,
     )
+
+
+def stored(weights: Weights) -> dict[str, Tensor]:
+    """The tensors that take memory, by field name: without those that the family lacks, and a tied head."""
+    found = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    if weights.lm_head is weights.embedding:
+        del found["lm_head"]
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that the weights of such a decoder take in memory."""
+    return sum(tensor.nbytes for tensor in stored(empty_weights(config, dtype, torch.device("meta"))).values())
 
 
 def layer_views(weights: Weights, num_layers: int) -> list[LayerWeights]:
@@ -95,25 +114,30 @@ def layer_views(weights: Weights, num_layers: int) -> list[LayerWeights]:
 
 
 def destinations(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor name that a checkpoint of the Llama family must have, with the view that it fills."""
-    q, kv, f = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    """Every tensor name that a checkpoint must have, with the view that it fills. The families name them alike."""
     yield "model.embed_tokens.weight", weights.embedding
     yield "model.norm.weight", weights.final_norm
     if not config.tied:
         yield "lm_head.weight", weights.lm_head
     for index, layer in enumerate(layer_views(weights, config.num_layers)):
-        prefix = f"model.layers.{index}."
-        yield prefix + "input_layernorm.weight", layer.attention_norm
-        yield prefix + "post_attention_layernorm.weight", layer.mlp_norm
-        for suffix, qkv, output, gate_up, down in (
-            ("weight", layer.qkv, layer.output, layer.gate_up, layer.down),
-            ("bias", layer.qkv_bias, layer.output_bias, layer.gate_up_bias, layer.down_bias),
-        ):
-            if qkv is not None and output is not None:
-                for name, part in zip("qkv", qkv.split([q, kv, kv]), strict=True):
-                    yield f"{prefix}self_attn.{name}_proj.{suffix}", part
-                yield f"{prefix}self_attn.o_proj.{suffix}", output
-            if gate_up is not None and down is not None:
-                for name, part in zip(("gate", "up"), gate_up.split([f, f]), strict=True):
-                    yield f"{prefix}mlp.{name}_proj.{suffix}", part
-                yield f"{prefix}mlp.down_proj.{suffix}", down
+        for name, tensor in _layer_destinations(config, layer):
+            if tensor is not None:
+                yield f"model.layers.{index}.{name}", tensor
+
+
+def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Tensor | None]]:
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    d, f = config.hidden_size, config.intermediate_size
+    yield "input_layernorm.weight", layer.attention_norm
+    yield "post_attention_layernorm.weight", layer.mlp_norm
+    yield "self_attn.q_norm.weight", layer.q_norm
+    yield "self_attn.k_norm.weight", layer.k_norm
+    for names, sizes, weight, bias in (
+        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), [q, kv, kv], layer.qkv, layer.qkv_bias),
+        (("self_attn.o_proj",), [d], layer.output, layer.output_bias),
+        (("mlp.gate_proj", "mlp.up_proj"), [f, f], layer.gate_up, layer.gate_up_bias),
+        (("mlp.down_proj",), [d], layer.down, layer.down_bias),
+    ):
+        for suffix, fused in (("weight", weight), ("bias", bias)):
+            if fused is not None:
+                yield from zip([f"{name}.{suffix}" for name in names], fused.split(sizes), strict=True)

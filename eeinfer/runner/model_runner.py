@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eeinfer.core.plan import Complete, Draw, Outcome, Pass, Plan, Prefill, Row, Span, Verdict
+from eeinfer.core.readiness import Readiness
 from eeinfer.exits.check import Checked, Exit
 from eeinfer.exits.completion import complete
 from eeinfer.model.decoder import Decoder
@@ -26,24 +27,38 @@ class ModelRunner:
         exits: where tokens may leave, shallowest first; empty for full depth.
         completion: a name of `eeinfer.config.schema.Completion`.
         shape: of the cache.
+        cache: of another runner of the same model and shape that rests while this one works; None: a new one.
+        readiness: decides who is ready in place of the measure.
 
     Attributes:
+        shape: of the cache.
         stages: the layers between exits; the last stage ends at the model's own head.
         cache: [layers, 2, num_blocks + 1, block_size, kv_heads, head_dim]; the last block stays zero.
     """
 
-    def __init__(self, decoder: Decoder, exits: Sequence[Exit], completion: str, shape: CacheShape) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        exits: Sequence[Exit],
+        completion: str,
+        shape: CacheShape,
+        *,
+        cache: Tensor | None = None,
+        readiness: Readiness | None = None,
+    ) -> None:
         self.decoder = decoder
         self.exits = tuple(exits)
         self.completion = completion
-        self.block_size = shape.block_size
+        self.shape = shape
         ends = [*(e.head.layers_executed for e in exits), decoder.num_layers]
         self.stages = tuple(range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
         config = decoder.config
         # One block more than can be handed out, never written: the padding of block tables names it.
         self._null_block = shape.num_blocks
         sizes = (config.num_layers, 2, shape.num_blocks + 1, shape.block_size, config.num_kv_heads, config.head_dim)
-        self.cache = zeros(sizes, decoder.dtype, decoder.device)
+        self.cache = zeros(sizes, decoder.dtype, decoder.device) if cache is None else cache
+        assert self.cache.shape == sizes, "a shared cache has the shape of this runner's"
+        self._readiness = readiness
         self._rows = RowPool(shape, config.max_position, config.hidden_size, decoder.dtype, decoder.device)
 
     @torch.inference_mode()
@@ -64,7 +79,7 @@ class ModelRunner:
         Attention reads whole blocks and gives what is masked a weight of 0; what a former holder left there may be NaN
         or infinite, and 0 times NaN is NaN.
         """
-        size = self.block_size
+        size = self.shape.block_size
         slots = [
             table[position // size] * size + position % size
             for table, start in zip(tables, starts, strict=True)
@@ -79,7 +94,7 @@ class ModelRunner:
         rows = plan.rows
         if plan.stage == 0:
             self._rows.begin(rows)
-            fresh = [row for row in rows if row.position % self.block_size == 0]
+            fresh = [row for row in rows if row.position % self.shape.block_size == 0]
             self._clear([row.block_table for row in fresh], [row.position for row in fresh])
         slots = self._rows.slots(rows)
         hidden = self._embed([row.token for row in rows]) if plan.stage == 0 else self._rows.load(slots)
@@ -95,6 +110,8 @@ class ModelRunner:
         exit_ = self.exits[plan.stage]
         checked = exit_.check(hidden, before)
         confidences: list[float] = checked.confidence.tolist()
+        if self._readiness is not None:
+            confidences = self._decided(plan.rows, confidences, exit_, self._readiness)
         leaving = plan.rule.leaving(confidences, exit_.threshold, plan.flagged)
         indices = [i for i, leaves in enumerate(leaving) if leaves]
         tokens = dict(zip(indices, self._exit_tokens(exit_, checked, hidden, plan.rows, indices), strict=True))
@@ -107,6 +124,13 @@ class ModelRunner:
             )
             for i, confidence in enumerate(confidences)
         )
+
+    @staticmethod
+    def _decided(rows: Sequence[Row], checked: list[float], exit_: Exit, readiness: Readiness) -> list[float]:
+        """Certainty for the rows that are ready, none for the others; NaN stays a failure."""
+        depth = exit_.head.layers_executed
+        pairs = zip(rows, checked, strict=True)
+        return [c if isnan(c) else float(readiness.ready(row, depth)) for row, c in pairs]
 
     def _exit_tokens(
         self, exit_: Exit, checked: Checked, hidden: Tensor, rows: Sequence[Row], leaving: list[int]
@@ -137,9 +161,9 @@ class ModelRunner:
         for stage in self.stages:
             if not tokens.depths:
                 break
-            hidden, _ = self.decoder.run(stage, hidden, tokens.batch(tables, self.block_size), self.cache)
+            hidden, _ = self.decoder.run(stage, hidden, tokens.batch(tables, self.shape.block_size), self.cache)
             if stage.stop < self.decoder.num_layers and (stopping := tokens.stopping_at(stage.stop)):
-                batch = tokens.take(stopping).batch(tables, self.block_size)
+                batch = tokens.take(stopping).batch(tables, self.shape.block_size)
                 complete(self.completion, self.decoder, stage.stop, hidden[stopping], batch, self.cache)
                 going = tokens.beyond(stage.stop)
                 tokens, hidden = tokens.take(going), hidden[going]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eeinfer.core.request import FinishReason, Request, RequestOutput
+from eeinfer.engine.encode import encode
 from eeinfer.engine.llm import LLM
 from eeinfer.errors import RequestError
 from eeinfer.model.decoder import Decoder
@@ -37,7 +38,7 @@ def answer_all(llm: LLM, requests: Sequence[Request], note: Callable[[str], None
 
     def keep_prompt(request: Request) -> Request:
         try:
-            prompts[request.id] = tuple(llm.engine.encode(request))
+            prompts[request.id] = tuple(encode(request, llm.engine.tokenizer, llm.located.config.vocab_size))
         except RequestError:
             return request  # fails again, alone, in generate
         return replace(request, prompt=None, messages=None, prompt_token_ids=prompts[request.id])

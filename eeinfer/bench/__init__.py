@@ -1,0 +1,1 @@
+"""Measures speed and quality: workloads, interleaved runs, metrics, reports."""

@@ -1,0 +1,28 @@
+"""A request's prompt as token ids."""
+
+from __future__ import annotations
+
+from eeinfer.core.request import Request
+from eeinfer.errors import RequestError
+from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
+
+
+def encode(request: Request, tokenizer: Tokenizer | NoTokenizer, vocab_size: int) -> list[int]:
+    """Token ids of a request's prompt; never empty.
+
+    Raises:
+        RequestError: there is no prompt, or it is not usable.
+    """
+    if request.prompt_token_ids is not None:
+        tokens = list(request.prompt_token_ids)
+        if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise RequestError(f"prompt token {bad[0]} is outside the vocabulary of {vocab_size}")
+    elif request.messages is not None:
+        tokens = tokenizer.encode_chat(request.messages)
+    elif request.prompt is not None:
+        tokens = tokenizer.encode(request.prompt)
+    else:
+        raise RequestError("the request has neither prompt nor messages")
+    if not tokens:
+        raise RequestError("the prompt is empty")
+    return tokens
