@@ -3,8 +3,8 @@
 Every engine has a process and an environment of its own. They answer the same random token ids, greedily, in bf16,
 end-of-sequence tokens ignored, all prompts of a batch at once, without a prefix cache. For each batch size there are
 rounds in which every engine has one turn while the others sleep, so that a machine that slows down slows all of them.
-How an engine waits between its own steps is left as it is, since other settings slow some. A pause before each turn
-lets the threads of the last engine fall asleep, and the report tells when an engine computed out of its turn.
+How an engine waits between its own steps is left as it is, since other settings slow some. A turn begins when the other
+engines have stopped polling for work, and the report tells when one computed out of its turn.
 
 Engines that are not given are left out. One that fails is named with its last words, and the others go on.
 

@@ -9,9 +9,9 @@ echo "Answers of the default model; every token is coloured by the layer it left
 echo
 eeinfer generate --num-prompts 5 --max-tokens 48 --show-exits
 echo
-echo "The same engine at full depth and with exits (eeinfer generate --strategy full|split):"
+echo "The same engine at full depth and with exits:"
 echo
-python scripts/compare_strategies.py --strategy full,split --batch 8 --num-prompts 8 --max-tokens 32 --repeats 1
+eeinfer bench --strategy split --batch 8 --repeats 1 2>/dev/null
 cat <<'TXT'
 Early exit skips layers here but does not save time yet: a check by max-prob computes the whole vocabulary, which costs as much
 as 8 of this small model's 30 layers, and it is made at every exit. README.md has the figures.

@@ -13,9 +13,12 @@ from peers.engines import Answer, Engine, EngineError
 
 from eeinfer.bench.metrics import Ratio, ratio
 
-# Before each turn. Threads that wait spin for up to 0.2 s (OpenMP's KMP_BLOCKTIME), so that those of the engine before
-# would take a core from this one; the engines' own settings can stay as they are.
+# Engines go on polling for work after a turn (vLLM for a second, threads of Intel's OpenMP for 0.2 s) and would take a
+# core from the next one. A turn begins when they took less than BUSY of a core for a pause, or after MOST_PAUSES.
 PAUSE_SECONDS = 0.5
+MOST_PAUSES = 10
+BUSY = 0.05
+TICKS = 0.02  # seconds: the kernel counts processor time in steps of 0.01, which in a short turn would look busy
 
 
 @dataclass(slots=True)
@@ -44,7 +47,7 @@ class Comparison:
         engines: not loaded yet, in the order of their turns.
         prompts: token ids, all of one length, as many as the largest batch; smaller batches take the first ones.
         output_len: new tokens of each prompt, at least 2.
-        pause: seconds before each turn.
+        pause: seconds before each turn, or some times that until the other engines rest.
 
     Attributes:
         engines: all of them, failed ones too.
@@ -92,8 +95,8 @@ class Comparison:
             engine.close()
 
     def _turn(self, engine: Engine, batch: int, number: int) -> None:
-        sleep(self._pause)
         waiting = [other for other in self._alive if other is not engine]
+        self._settle(waiting)
         before, started = [other.processor_seconds() for other in waiting], perf_counter()
         with self._dropped_if_it_fails(engine):
             answer = engine.run(self._prompts[:batch], self._output_len)
@@ -102,8 +105,15 @@ class Comparison:
                 self.cells.setdefault((engine.name, batch), cell).answers[number] = answer
         seconds = perf_counter() - started
         for other, had in zip(waiting, before, strict=True):
-            share = (other.processor_seconds() - had) / seconds
+            share = max(0.0, other.processor_seconds() - had - TICKS) / seconds
             self.idle[other.name] = max(self.idle.get(other.name, 0.0), share)
+
+    def _settle(self, waiting: Sequence[Engine]) -> None:
+        for _ in range(MOST_PAUSES):
+            before = sum(engine.processor_seconds() for engine in waiting)
+            sleep(self._pause)
+            if sum(engine.processor_seconds() for engine in waiting) - before <= BUSY * self._pause:
+                break
 
     @contextmanager
     def _dropped_if_it_fails(self, engine: Engine) -> Iterator[None]:

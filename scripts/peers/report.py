@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from peers.comparison import Cell, Comparison, agreement, paired
+from peers.comparison import BUSY, Cell, Comparison, agreement, paired
 from peers.engines import Engine, LlamaCpp
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +15,6 @@ from rich.table import Table
 from eeinfer.bench.metrics import Ratio
 
 SCHEMA, VERSION = "eeinfer-peers", 1
-BUSY = 0.05  # share of a core: an engine that took more while it waited disturbed the others
 
 NOTES = (
     "tokens/s counts prompts' time; decode tokens/s only the tokens and the time after the first tokens.",
