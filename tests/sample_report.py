@@ -80,6 +80,7 @@ def cell(
 def report(*cells: CellEntry, **given: Any) -> Report:
     workload: dict[str, Any] = {
         "source": "packaged",
+        "fingerprint": "sha256:0",
         "num_prompts": 32,
         "prompt_tokens": 4096,
         "ignore_eos": False,

@@ -161,20 +161,21 @@ def run_as_dict(depths: list[int]) -> dict[str, object]:
 
 
 def test_exit_efficiency_by_hand() -> None:
-    # Of 10 s, 8 are decoding, 75 % of that in layers; half of the layers are skipped: 3 s saved, 10/7 at best.
-    full = {"seconds": 10.0, "decode_seconds": 8.0}
-    found = exit_efficiency(1.25, full, layer_share=0.75, mean_layers=15, num_layers=30)
-    assert found == pytest.approx(1.25 * 7 / 10)
+    # Of 8 s of decoding, 6 are in layers; half of the layers are skipped: 3 s saved, 8/5 at best.
+    found = exit_efficiency(1.2, layer_share=0.75, mean_layers=15, num_layers=30)
+    assert found == pytest.approx(1.2 * 5 / 8)
 
 
 def test_exit_efficiency_of_a_cell_takes_the_breakdown_of_full() -> None:
     made = report(cell(seconds=(2.0,)), cell("split", (1.5,), (15, 15, 15, 15)))
     full, split = made["cells"]
     found = summarise(split, full, 30)
-    saved = 1.9 * 0.7 * 0.5  # 14 of the 20 ms of a step are stages and attention
     assert found.exit_efficiency is not None
-    assert found.exit_efficiency.median == pytest.approx(2.0 / 1.5 * (2.0 - saved) / 2.0)
+    assert found.decode_speed_up is not None
+    saved = 0.7 * 0.5  # 14 of the 20 ms of a step are stages and attention
+    assert found.exit_efficiency.median == pytest.approx(found.decode_speed_up.median * (1 - saved))
     assert summarise(split, full | {"breakdown": None}, 30).exit_efficiency is None
+    assert summarise(full | {"key": split["key"]}, full, 30).exit_efficiency is None  # no layer is skipped
 
 
 def test_a_cell_without_repeats_has_no_figures() -> None:

@@ -91,7 +91,7 @@ def test_cells_take_turns_full_first_and_every_repeat_is_kept(
 
     monkeypatch.setattr(suite_module, "measure", recorded)
     report = bench(SWEEP | {"strategy": ["split"]}).report()
-    assert order == [(0, 4), (2, 4), (0, 6), (2, 6), (0, 6), (2, 6)]  # a short warm-up round, then A B A B
+    assert order == [(0, 4), (2, 4), (0, 6), (2, 6), (2, 6), (0, 6)]  # a short warm-up round, then A B B A
     assert [cell["key"]["strategy"] for cell in report["cells"]] == ["full", "split"]
     assert all(len(cell["repeats"]) == 2 and cell["warmup_seconds"] > 0 for cell in report["cells"])
     for cell in report["cells"]:
@@ -196,6 +196,8 @@ def test_a_trace_is_replayed(bench: Callable[..., Bench], tmp_path: Path) -> Non
     (cells,) = done_of(done)
     assert {o.id: [t.layers_executed for t in o.tokens] for o in cells[1].runs[0].outputs} == depths
     assert report["workload"]["trace"] == "trace.jsonl"
+    assert {cell["key"]["output_len"] for cell in report["cells"]} == {5}
+    assert all(cell["key"]["threshold"] == [] for cell in report["cells"])
 
 
 def test_an_interruption_keeps_whole_rounds(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +232,49 @@ def test_the_largest_batch_that_fits_runs_without_preemption(bench: Callable[...
     report = bench(SWEEP | {"batch": ["3"], "repeats": 1}, **{"cache.num_blocks": 17}).report()
     assert [cell["repeats"][0]["preemptions"] for cell in report["cells"]] == [0, 0, 0]
     assert [cell["repeats"][0]["decode_iterations"] for cell in report["cells"]] == [15, 15, 15]  # 3 + 3 + 2 requests
+
+
+def test_all_groups_are_checked_before_the_first_runs(bench: Callable[..., Bench]) -> None:
+    for wrong, message in (
+        ({"batch": ["1,8"]}, "--batch 8 needs 40 KV blocks"),
+        ({"input_len": ["7,500"]}, "has 500 prompt tokens and up to 6 new ones, the model's context is 160"),
+    ):
+        done = bench(SWEEP | wrong, **{"cache.num_blocks": 17})
+        with pytest.raises(ConfigError, match=message):
+            done.report()
+        assert not any("round" in news for news in done.news)
+
+
+def test_a_failure_on_the_way_keeps_what_is_measured(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(engine: Any, requests: Any) -> Any:
+        if engine.runner.shape.max_num_seqs == 3:
+            raise EeinferError("out of luck")
+        return measure(engine, requests)
+
+    monkeypatch.setattr(suite_module, "measure", failing)
+    done = bench(SWEEP | {"batch": ["2,3"], "repeats": 1})
+    report = done.report()
+    assert report["interrupted"]
+    assert str(done.suite.failure) == "out of luck"
+    assert [len(cell["repeats"]) for cell in report["cells"]] == [1, 1, 1, 0, 0, 0]
+
+
+def test_equal_cells_are_measured_once(bench: Callable[..., Bench]) -> None:
+    done = bench(SWEEP | {"strategy": ["split"], "threshold": ["0.5", "0.5,0.5", "inf"]})
+    (cells,) = done.suite.groups.values()
+    assert [(cell.key.strategy, cell.key.threshold) for cell in cells] == [
+        ("full", ()),
+        ("split", (0.5, 0.5)),
+        ("split", ()),
+    ]
+
+
+@pytest.mark.parametrize("given", [{"threshold": ["0.5"]}, {"threshold": ["0.5", "inf"]}, {"strategy": ["full"]}])
+def test_a_curve_without_points_is_refused_early(bench: Callable[..., Bench], given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--curve: no strategy with exits has several thresholds"):
+        bench(SWEEP | {"curve": True} | given)
 
 
 def test_fitting_takes_the_longest_requests() -> None:
@@ -270,7 +315,7 @@ def test_random_weights_need_no_files() -> None:
     assert 0 < report["cells"][2]["repeats"][0]["exit_shares"]["1"] < 1
 
 
-def test_failures_stop_a_benchmark(tiny_model: Callable[[str], Path]) -> None:
+def test_a_refusal_stops_a_benchmark_and_a_failure_is_counted(tiny_model: Callable[[str], Path]) -> None:
     settings = load_settings(flags=FLAGS | {"model.name": str(tiny_model("gqa"))}, environ={}).settings
     located = locate(settings.model, pytest.fail)
     model = load_model(settings.model, located)
@@ -279,8 +324,8 @@ def test_failures_stop_a_benchmark(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(EeinferError, match="request long cannot be served"):
         measure(engine, too_long)
     model.decoder.weights.final_norm.fill_(torch.nan)
-    with pytest.raises(EeinferError, match=r"request x failed in the benchmark: .*not finite"):
-        measure(engine, limited([Request("x", prompt_token_ids=(1, 2))], 3, ignore_eos=True))
+    figures = run_figures(measure(engine, limited([Request("x", prompt_token_ids=(1, 2))], 3, ignore_eos=True)))
+    assert (figures.requests, figures.failed_requests, figures.generated_tokens) == (1, 1, 0)
 
 
 def test_metrics_on_a_fake_clock(tiny_model: Callable[[str], Path]) -> None:

@@ -117,7 +117,7 @@ def test_without_the_package_there_is_a_note_and_no_rouge(monkeypatch: pytest.Mo
     assert rouge_note(with_reference) is None
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     monkeypatch.delitem(sys.modules, "rouge_score.rouge_scorer", raising=False)
-    assert 'pip install "eeinfer[bench]"' in str(rouge_note(with_reference))
+    assert 'pip install -e ".[bench]"' in str(rouge_note(with_reference))
     assert rouge_note(PLAIN) is None, "nothing is missing where no prompt has a reference"
     found = quality(with_reference, FULL[:1], FULL[:1], [PromptLoss(0.0, 0.0, 2)], 0.05)
     assert found is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -44,12 +45,22 @@ def _cell(cell: Cell) -> report.CellEntry:
     return report.CellEntry(cell.key, cell.warmup_seconds, figures, cell.breakdown, cell.quality, cell.roofline)
 
 
+def _fingerprint(suite: Suite) -> str:
+    """Of every request of every group: id, tokens and most new tokens."""
+    digest = sha256()
+    for requests in suite.requests.values():
+        for request in requests:
+            digest.update(repr((request.id, request.prompt_token_ids, request.sampling.max_tokens)).encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
 def _workload(suite: Suite) -> report.Workload:
     options = suite.options
     runs = suite.requests.values()
     rates = options.simulated or {}
     return report.Workload(
         source=options.source,
+        fingerprint=_fingerprint(suite),
         num_prompts=max(map(len, runs), default=0),
         prompt_tokens=max((sum(len(r.prompt_token_ids or ()) for r in requests) for requests in runs), default=0),
         ignore_eos=options.ignore_eos,

@@ -66,7 +66,7 @@ def key_texts(key: Mapping[str, Any]) -> dict[str, str]:
         "input": _FILE_PROMPTS if key["input_len"] is None else str(key["input_len"]),
         "output": str(key["output_len"]),
         "strategy": key["strategy"],
-        "exits": ", ".join(map(str, key["exits"])),
+        "exits": ", ".join(map(str, key["exits"])) or ("" if key["strategy"] == "full" else "none can be reached"),
         "threshold": _thresholds(key["threshold"]),
     }
 

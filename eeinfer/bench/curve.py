@@ -102,6 +102,7 @@ def curves(report: Mapping[str, Any]) -> list[Curve]:
             shared = key["strategy"], key["batch"], key["input_len"], key["output_len"], tuple(key["exits"])
             cells.setdefault(shared, []).append(cell)
     found = [_curve(shared, members, report) for shared, members in cells.items() if len(members) > 1]
+    found = [replace(curve, points=_marked(curve, found)) for curve in found]
     if not found:
         raise EeinferError(
             "there is no curve: no strategy was measured at several thresholds; run with --curve, or give --threshold "
@@ -115,7 +116,7 @@ def _curve(shared: tuple[Any, ...], cells: Sequence[Mapping[str, Any]], report: 
     full = _point(base, base, num_layers)
     points = sorted((_point(cell, base, num_layers) for cell in cells), key=lambda p: p.threshold, reverse=True)
     strategy, batch, input_len, output_len, exits = shared
-    return Curve(strategy, batch, input_len, output_len, exits, full, _marked(full, points))
+    return Curve(strategy, batch, input_len, output_len, exits, full, tuple(points))
 
 
 def _point(cell: Mapping[str, Any], full: Mapping[str, Any], num_layers: int) -> CurvePoint:
@@ -132,15 +133,23 @@ def _point(cell: Mapping[str, Any], full: Mapping[str, Any], num_layers: int) ->
     )
 
 
-def _marked(full: CurvePoint, points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
-    """The points, with those on the Pareto front marked."""
-    places = {p: (p.speed_up.median, -p.loss) for p in points if p.speed_up is not None and p.loss is not None}
-    rivals = [*places.values(), *([] if full.loss is None else [(1.0, -full.loss)])]
+def _marked(curve: Curve, several: Sequence[Curve]) -> tuple[CurvePoint, ...]:
+    """The points of a curve, with those marked that are on the Pareto front of all curves of the same work."""
+    rivals = [place for other in several if other.work == curve.work for place in map(_place, other.points) if place]
+    if curve.full.loss is not None:
+        rivals.append((1.0, -curve.full.loss))
 
-    def beaten(place: tuple[float, float]) -> bool:
-        return any(rival != place and rival[0] >= place[0] and rival[1] >= place[1] for rival in rivals)
+    def on_front(place: tuple[float, float] | None) -> bool:
+        return place is not None and not any(
+            rival != place and rival[0] >= place[0] and rival[1] >= place[1] for rival in rivals
+        )
 
-    return tuple(replace(p, pareto=p in places and not beaten(places[p])) for p in points)
+    return tuple(replace(point, pareto=on_front(_place(point))) for point in curve.points)
+
+
+def _place(point: CurvePoint) -> tuple[float, float] | None:
+    """Speed-up and loss, both the larger the better; None where either is missing."""
+    return None if point.speed_up is None or point.loss is None else (point.speed_up.median, -point.loss)
 
 
 def curves_json(several: Sequence[Curve]) -> list[dict[str, Any]]:

@@ -160,7 +160,8 @@ class Summary:
         ttft, tpot: seconds.
         speed_up, decode_speed_up: tokens/s and decode tokens/s over those of `full` in the same repeat; None for
             `full` itself.
-        exit_efficiency: see `exit_efficiency`, by repeat; None for `full` itself, and without its breakdown.
+        exit_efficiency: see `exit_efficiency`, by repeat; None where no layer was skipped, and without a breakdown of
+            `full`.
     """
 
     repeats: int
@@ -229,23 +230,19 @@ def layer_share(breakdown: Mapping[str, float] | None) -> float | None:
     return None if breakdown is None else _over(sum(breakdown[s] for s in LAYER_SECTIONS), sum(breakdown.values()))
 
 
-def exit_efficiency(
-    speed_up: float, full: Mapping[str, Any], *, layer_share: float, mean_layers: float, num_layers: int
-) -> float:
-    """Measured speed-up over T / (T - saved), the one that the skipped layers alone would give.
+def exit_efficiency(speed_up: float, *, layer_share: float, mean_layers: float, num_layers: int) -> float:
+    """Measured speed-up of decoding over T / (T - saved), the one that the skipped layers alone would give.
 
-    T is the time of `full`, saved its decode time in layers times the share of layers skipped. Nothing is subtracted
-    for checks or completion.
+    T is the decode time of `full`, saved its part in layers times the share of layers skipped. Nothing is subtracted
+    for checks or completion. Prompts are left out: exits do not touch their time, which would only add its noise.
 
     Args:
-        speed_up: tokens/s over those of `full`.
-        full: figures of the run of `full`; `seconds` and `decode_seconds` are read.
+        speed_up: decode tokens/s over those of `full`.
         layer_share: of the decode time of `full`, in layers.
         mean_layers: executed for a decode token.
         num_layers: of the model.
     """
-    saved = full["decode_seconds"] * layer_share * (1 - mean_layers / num_layers)
-    return float(speed_up * (full["seconds"] - saved) / full["seconds"])
+    return speed_up * (1 - layer_share * (1 - mean_layers / num_layers))
 
 
 def percentiles(values: Iterable[float | None]) -> Percentiles | None:
@@ -272,10 +269,10 @@ def _efficiencies(
 ) -> list[float]:
     found = []
     for ours, full in pairs:
-        layers, base = ours["mean_layers"], full["tokens_per_second"]
-        if share is not None and layers is not None and base:
-            speed_up = ours["tokens_per_second"] / base
-            found.append(exit_efficiency(speed_up, full, layer_share=share, mean_layers=layers, num_layers=num_layers))
+        layers, base = ours["mean_layers"], full["decode_tokens_per_second"]
+        if share is not None and layers is not None and layers < num_layers and base:
+            speed_up = ours["decode_tokens_per_second"] / base
+            found.append(exit_efficiency(speed_up, layer_share=share, mean_layers=layers, num_layers=num_layers))
     return found
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from eeinfer.bench.columns import Row, key_name, split_names
 
+_ENOUGH = 5  # repeats
+_SETTINGS = {"measure": "exits.measure", "completion": "exits.completion"}
+
 
 def heading(report: Mapping[str, Any]) -> list[str]:
     """What was run, where, and what all cells share."""
@@ -18,7 +21,9 @@ def heading(report: Mapping[str, Any]) -> list[str]:
     name = f"{model['name']} (random weights)" if model["random_weights"] else model["name"]
     what = f"{name}, {model['num_layers']} layers, {model['dtype']}"
     most = "at most " if len({(c["key"]["batch"], c["key"]["input_len"]) for c in report["cells"]}) > 1 else ""
-    amount = f"{most}{workload['num_prompts']} prompts, {workload['prompt_tokens']} tokens in all,"
+    amount = f"{most}{workload['num_prompts']} prompts, {workload['prompt_tokens']} prompt tokens in all,"
+    settings = report["settings"]
+    shared |= {name: settings[key] for name, key in _SETTINGS.items() if key in settings}
     lines = [
         f"{what}, on {place.get('device')} ({where}, {place.get('threads')} threads); {source}",
         f"{amount} from {workload['source']}, seed {workload['seed']}{end}",
@@ -60,6 +65,8 @@ def _repeats(report: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[str]:
             f"Median (lowest to highest) of {most} interleaved repeats. Speed-ups are taken within a repeat; in the "
             "noise means that the repeats lie on both sides of 1."
         )
+        if most < _ENOUGH:
+            yield f"{most} repeats are few: now and then equals lie on one side of 1 by chance. --repeats 5 is safer."
     elif most == 1:
         yield "One repeat: there is no spread, so a difference may be noise. Use --repeats 3 or more."
     missing = {"agreement": "quality", "where a decode step went": "breakdown"}
@@ -77,15 +84,15 @@ def _definitions(rows: Sequence[Row]) -> Iterator[str]:
     yield "Mean layers and tokens per exit leave out each answer's first token, which the prompt gives at full depth."
     if any(row.summary.exit_efficiency for row in rows):
         yield (
-            "Exit efficiency: speed-up over what the skipped layers' share of full's time would give, nothing "
-            "subtracted for checks and completion."
+            "Exit efficiency: speed-up of decoding over what the skipped layers' share of full's time would give, "
+            "nothing subtracted for checks and completion."
         )
     if ties := {row.figure("quality", "tie") for row in rows} - {None}:
         gap = ", ".join(f"{tie:g}" for tie in ties)
         yield (
-            f"Loss: share of tokens whose probability at full depth is more than {gap} below the highest; strict: that "
-            "are not the most likely. That of full is rounding, the floor. Identical: answers with the same tokens as "
-            "those of full."
+            f"Loss, a mean over answers: share of its tokens whose probability at full depth is more than {gap} below "
+            "the highest; strict: that are not the most likely. That of full is rounding, the floor. Identical: "
+            "answers with the same tokens as those of full."
         )
 
 

@@ -37,6 +37,7 @@ class Options:
         random_weights: name of a shape whose weights are made up.
         quality: judge the answers by the model at full depth.
         roofline: measure what the machine could give at best.
+        curve: several thresholds of a strategy make a curve.
     """
 
     sweep: Sweep
@@ -52,6 +53,7 @@ class Options:
     random_weights: str | None
     quality: bool
     roofline: bool
+    curve: bool
 
     @property
     def decided(self) -> bool:
@@ -103,6 +105,7 @@ class Given:
             random_weights=self.random_weights,
             quality=self.quality,
             roofline=self.roofline,
+            curve=self.curve,
         )
 
     def _sweep(self, settings: Settings, *, synthetic: bool) -> Sweep:

@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise EeinferError(f"{path}: a plot is written as {' or '.join(SUFFIXES)}; give the file one of these suffixes")
     if find_spec("matplotlib") is None:
-        raise EeinferError(f'{path}: plots need the package matplotlib; run pip install "eeinfer[bench]"')
+        raise EeinferError(f'{path}: plots need the package matplotlib; pip install -e ".[bench]" in a checkout')
 
 
 def plot_curve(report: Mapping[str, Any], path: Path) -> None:

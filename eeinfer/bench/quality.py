@@ -91,7 +91,7 @@ def rouge_note(requests: Iterable[Request]) -> str | None:
     """Why `rouge_l` is missing, when prompts carry references and the package is not installed."""
     if find_spec("rouge_score") is not None or all(request.reference is None for request in requests):
         return None
-    return 'ROUGE-L is left out: it needs the package rouge-score; run pip install "eeinfer[bench]"'
+    return 'ROUGE-L is left out: it needs the package rouge-score; pip install -e ".[bench]" in a checkout'
 
 
 def matches(text: str, reference: str) -> bool:
@@ -113,7 +113,7 @@ def _last_number(text: str) -> Decimal | None:
 
 def _rouge_l(pairs: Sequence[tuple[str, str | None]]) -> float | None:
     """Mean F1 over (reference, text); a failed answer scores 0."""
-    score = _rouge_scorer()
+    score = _rouge_scorer() if pairs else None  # the package is slow to load
     return (
         None if score is None else _mean(0.0 if text is None else score(reference, text) for reference, text in pairs)
     )

@@ -50,6 +50,7 @@ class Workload:
     """What was asked. `source`: of the prompts; their number and tokens together are those of the largest group."""
 
     source: str
+    fingerprint: str
     num_prompts: int
     prompt_tokens: int
     ignore_eos: bool
@@ -154,6 +155,14 @@ def check_destination(path: Path, option: str) -> Path:
         raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; create it first")
     if path.exists() and not path.is_file():
         raise ConfigError(f"{option} {path}: this is a device or a pipe; name a file")
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.touch()
+        partial.unlink()
+        if path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot write there ({error.strerror}); name another file") from None
     return path
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,45 +11,29 @@ from typing import Any
 from torch import Tensor
 
 from eeinfer.bench.breakdown import TimedDecoder, TimedRunner, breakdown, timer_for
+from eeinfer.bench.cells import Cell, Resolve, plan_groups
 from eeinfer.bench.measure import measure
 from eeinfer.bench.options import Options
 from eeinfer.bench.probes import Probes, probe
-from eeinfer.bench.quality import Quality, answer_ids, quality, rouge_note
-from eeinfer.bench.readiness import RecordedTrace, SimulatedExits, check_trace, read_trace
-from eeinfer.bench.record import CellKey, Run
+from eeinfer.bench.quality import answer_ids, quality, rouge_note
+from eeinfer.bench.readiness import RecordedTrace, SimulatedExits, read_trace
+from eeinfer.bench.record import Run
 from eeinfer.bench.roofline import Measured, WorkCounter, best_rates, cell_entry, rates_entry
 from eeinfer.bench.subject import Subject
 from eeinfer.bench.sweep import Group
-from eeinfer.bench.workload import check_fits, drawn, limited, read_requests, synthetic, traced
+from eeinfer.bench.workload import check_context, check_fits, drawn, limited, read_requests, synthetic, traced
 from eeinfer.calibration.loss import TIE, token_losses
 from eeinfer.config.schema import Settings
 from eeinfer.core.readiness import Readiness
 from eeinfer.core.request import Request, RequestOutput
-from eeinfer.engine.build import Located, Note, PlannedExit, build_engine, build_runner, plan_exits
+from eeinfer.engine.build import Located, Note, build_engine, build_runner
 from eeinfer.engine.encode import encode
+from eeinfer.errors import EeinferError
 from eeinfer.model.decoder import Decoder
-from eeinfer.runner.model_runner import ModelRunner
+from eeinfer.runner.memory import num_blocks
 
 WARMUP_TOKENS = 4
 BREAKDOWN_TOKENS = 16
-CERTAIN = 0.5  # what stands in for a threshold where readiness is decided elsewhere: ready rows have confidence 1
-
-Resolve = Callable[[Mapping[str, Any]], Settings]
-
-
-@dataclass(slots=True)
-class Cell:
-    """One strategy with its exits and thresholds at work on a group's requests, and what was measured of it."""
-
-    key: CellKey
-    settings: Settings
-    planned: list[PlannedExit]
-    runner: ModelRunner | None = None
-    warmup_seconds: float = 0.0
-    runs: list[Run] = field(default_factory=list)
-    breakdown: dict[str, float] | None = None
-    quality: Quality | None = None
-    roofline: dict[str, Any] | None = None
 
 
 class Suite:
@@ -63,8 +47,9 @@ class Suite:
 
     Attributes:
         groups: each group with its cells, `full` first.
-        interrupted: the user stopped it; rounds that were complete by then are kept.
-        requests: of each group that has run.
+        interrupted: the user stopped it, or it failed on the way; rounds that were complete by then are kept.
+        failure: what it failed with.
+        requests: of each group.
         roofline: what the probes of the machine found.
 
     Raises:
@@ -75,15 +60,13 @@ class Suite:
     def __init__(self, options: Options, located: Located, resolve: Resolve, note: Note) -> None:
         self.options = options
         self.interrupted = False
+        self.failure: EeinferError | None = None
         self.roofline: dict[str, Any] | None = None
         self.requests: dict[Group, list[Request]] = {}
         self._note = _once_each(note)
         self._depths = None if options.trace is None else read_trace(options.trace)
         self._prompts = _read_prompts(options)
-        self.groups = {
-            group: [self._cell(group, flags, located, resolve) for flags in options.sweep.cells(group)]
-            for group in options.sweep.groups()
-        }
+        self.groups = plan_groups(options, self._depths, located, resolve, self._note)
 
     def run(self, subject: Subject, progress: Callable[[str], None]) -> None:
         """Measure all groups.
@@ -91,7 +74,13 @@ class Suite:
         Args:
             subject: the model.
             progress: called with what is about to run.
+
+        Raises:
+            EeinferError: nothing could be measured.
         """
+        for group, cells in self.groups.items():  # all of them, before the first takes its time
+            self.requests[group] = self._requests(subject, group)
+            self._check(subject, group, cells[0].settings)
         decoder = subject.model.decoder
         probes = None
         if self.options.roofline:  # first, as it may find too little memory
@@ -102,52 +91,29 @@ class Suite:
                 self._run_group(subject, group, cells, progress)
         except KeyboardInterrupt:
             self.interrupted = True
+        except EeinferError as error:
+            if not any(cell.runs for cells in self.groups.values() for cell in cells):
+                raise
+            self.interrupted, self.failure = True, error
         if probes is not None:
             self._add_roofline(decoder, probes)
 
-    # Before the model is loaded
-
-    def _cell(self, group: Group, flags: dict[str, Any], located: Located, resolve: Resolve) -> Cell:
-        settings = resolve(flags)
-        if self.options.decided and settings.batching.strategy != "full":
-            settings = self._with_decided_exits(settings)
-        planned = plan_exits(settings, located, self._note)
-        exits = tuple(exit_.spec.layers_executed for exit_ in planned)
-        if self._depths is not None and settings.batching.strategy != "full":
-            check_trace(self._depths, exits, located.config.num_layers)
-        key = CellKey(
-            strategy=settings.batching.strategy,
-            batch=group.batch,
-            input_len=group.input_len,
-            output_len=group.output_len,
-            exits=exits,
-            threshold=tuple(exit_.threshold for exit_ in planned),
-        )
-        return Cell(key, settings, planned)
-
-    def _with_decided_exits(self, settings: Settings) -> Settings:
-        layers = settings.exits.layers if self.options.simulated is None else tuple(self.options.simulated)
-        return replace(settings, exits=replace(settings.exits, layers=layers, threshold=CERTAIN))
-
-    # With the model
-
     def _run_group(self, subject: Subject, group: Group, cells: list[Cell], progress: Callable[[str], None]) -> None:
-        requests = self.requests[group] = self._requests(subject, group)
+        requests = self.requests[group]
         readiness = self._readiness(requests)
         cache: Tensor | None = None
         for cell in cells:
             cell.runner = build_runner(cell.settings, subject.model, cell.planned, cache=cache, readiness=readiness)
             cache = cell.runner.cache
-            shape = cell.runner.shape
-            check_fits(requests, group.batch, shape.num_blocks, shape.block_size)
-        self._warm_up(subject, cells, requests, progress)
+        self._warm_up(subject, group, cells, progress)
         for repeat in range(self.options.repeats):
             progress(f"{_name(group)}: round {repeat + 1} of {self.options.repeats}")
-            runs = [self._measure(subject, cell, requests) for cell in cells]
-            for cell, run in zip(cells, runs, strict=True):
+            first = repeat % len(cells)  # each round begins with another, so that no cell always follows the same one
+            runs = [(cell, self._measure(subject, cell, requests)) for cell in (*cells[first:], *cells[:first])]
+            for cell, run in runs:
                 cell.runs.append(run)
         for cell in cells:
-            progress(f"{_name(group)}: where the time of {cell.key.strategy} goes")
+            progress(f"{_name(group)}: where the time of {cell.name} goes")
             cell.breakdown = self._breakdown(subject, cell, requests, readiness)
         if self.options.quality and readiness is None and not subject.is_random:
             progress(f"{_name(group)}: judging the answers")
@@ -165,11 +131,19 @@ class Suite:
         else:
             encoded = partial(encode, tokenizer=subject.model.tokenizer, vocab_size=subject.located.config.vocab_size)
             if self._depths is not None:
-                return traced(self._prompts, self._depths, options.num_prompts, encoded)
-            found = drawn(self._prompts, group, options.num_prompts, encoded)
+                found = traced(self._prompts, self._depths, options.num_prompts, encoded)
+            else:
+                found = drawn(self._prompts, group, options.num_prompts, encoded)
         if len(found) < group.batch:
             self._note(f"--batch {group.batch} is never full: there are {len(found)} requests")
-        return limited(found, group.output_len, ignore_eos=options.ignore_eos)
+        return found if self._depths else limited(found, group.output_len, ignore_eos=options.ignore_eos)
+
+    def _check(self, subject: Subject, group: Group, settings: Settings) -> None:
+        """Requests that could not be served, or not at full batch, are told before the first one runs."""
+        config, decoder, requests = subject.located.config, subject.model.decoder, self.requests[group]
+        check_context(requests, config.max_position)
+        blocks = num_blocks(settings.cache, config, decoder.dtype, decoder.device, group.batch)
+        check_fits(requests, group.batch, blocks, settings.cache.block_size)
 
     def _readiness(self, requests: Sequence[Request]) -> Readiness | None:
         if self._depths is not None:
@@ -177,18 +151,16 @@ class Suite:
         simulated = self.options.simulated
         return None if simulated is None else SimulatedExits(simulated, self.options.seed)
 
-    def _warm_up(
-        self, subject: Subject, cells: list[Cell], requests: list[Request], progress: Callable[[str], None]
-    ) -> None:
-        short = _shortened(requests, WARMUP_TOKENS)
+    def _warm_up(self, subject: Subject, group: Group, cells: list[Cell], progress: Callable[[str], None]) -> None:
+        short = _shortened(self.requests[group], WARMUP_TOKENS)
         for done in range(self.options.warmup):
             for cell in cells:
-                progress(f"warm-up {done + 1} of {self.options.warmup}: {cell.key.strategy}")
+                progress(f"{_name(group)}: warm-up {done + 1} of {self.options.warmup}, {cell.name}")
                 run = self._measure(subject, cell, short)
                 cell.warmup_seconds += run.steps[-1].ended - run.started
 
     def _add_roofline(self, decoder: Decoder, probes: Probes) -> None:
-        measured = [(cell, _measured(cell, decoder)) for cells in self.groups.values() for cell in cells]
+        measured = [(cell, _measured(cell, group, decoder)) for group, cells in self.groups.items() for cell in cells]
         rates = best_rates(probes, [one for _, one in measured])
         self.roofline = rates_entry(probes, rates)
         for cell, one in measured:
@@ -213,11 +185,10 @@ class Suite:
         return breakdown(build_engine(cell.settings, timed, runner), timer, _shortened(requests, BREAKDOWN_TOKENS))
 
 
-def _measured(cell: Cell, decoder: Decoder) -> Measured:
+def _measured(cell: Cell, group: Group, decoder: Decoder) -> Measured:
     ends = (0, *cell.key.exits, decoder.num_layers)
     layers = [end - start for start, end in pairwise(ends)]
     counter = WorkCounter(decoder.config, decoder.dtype, layers, cell.settings.exits.measure)
-    group = Group(cell.key.batch, cell.key.input_len, cell.key.output_len)
     return Measured(f"{cell.key.strategy}, {_name(group)}", counter, cell.runs)
 
 

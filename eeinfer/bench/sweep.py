@@ -83,8 +83,7 @@ def strategies(texts: Sequence[str]) -> tuple[str, ...]:
     known = get_args(Strategy)
     names = _once(_entries(texts, "--strategy"))
     if unknown := [name for name in names if name not in known]:
-        hint = did_you_mean(unknown[0], known)
-        raise ConfigError(f"--strategy: unknown strategy {unknown[0]!r}{hint}; known are {', '.join(known)}")
+        raise ConfigError(f"--strategy: unknown strategy {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     return names
 
 

@@ -85,6 +85,22 @@ def limited(requests: Sequence[Request], max_tokens: int, *, ignore_eos: bool) -
     return [replace(request, sampling=sampling) for request in requests]
 
 
+def check_context(requests: Sequence[Request], max_position: int) -> None:
+    """Refuse a request that is longer than the model's context.
+
+    Raises:
+        ConfigError: names it and its lengths.
+    """
+    for request in requests:
+        assert request.prompt_token_ids is not None
+        prompt, new = len(request.prompt_token_ids), request.sampling.max_tokens or 0
+        if prompt + new > max_position:
+            raise ConfigError(
+                f"request {request.id} has {prompt} prompt tokens and up to {new} new ones, the model's context is "
+                f"{max_position}: lower --input-len or --output-len, or shorten the prompt"
+            )
+
+
 def check_fits(requests: Sequence[Request], batch: int, num_blocks: int, block_size: int) -> None:
     """Refuse a batch whose longest requests cannot all be in the cache at once: nobody would run at full batch.
 
@@ -101,7 +117,7 @@ def check_fits(requests: Sequence[Request], batch: int, num_blocks: int, block_s
     if fitting < len(needed):
         raise ConfigError(
             f"--batch {batch} needs {sum(needed)} KV blocks for its longest requests, the cache has {num_blocks}: the "
-            f"largest batch that fits is {fitting}; lower --batch or --output-len, or raise --num-blocks"
+            f"largest batch that fits is {fitting}; lower --batch or the lengths, or raise --num-blocks"
         )
 
 

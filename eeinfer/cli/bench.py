@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,17 +13,24 @@ import typer
 from eeinfer.cli.options import Resolver, note, takes_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from rich.console import Console
+    from collections.abc import Mapping
 
     from eeinfer.bench.curve import Curve
-    from eeinfer.bench.options import Options
+    from eeinfer.bench.options import Given
     from eeinfer.bench.report import Report
     from eeinfer.config.schema import Settings
+    from eeinfer.errors import EeinferError
 
 INTERRUPTED = 130
-WIDTH = 140  # of a table that goes to a file
+# Settings that say nothing about a benchmark: cells have their own, requests are greedy and of the length asked for.
+_SET_BY_CELLS = {
+    "batching.strategy",
+    "batching.max_num_seqs",
+    "exits.layers",
+    "exits.threshold",
+    "sampling.max_tokens",
+    "sampling.temperature",
+}
 
 Texts = list[str] | None
 Batch = Annotated[
@@ -144,10 +150,8 @@ def measure(
 ) -> None:
     """Measure strategies side by side: speed, depth, agreement with the full model, latency, memory.
 
-    Strategies take turns in one process on the same requests; `full` has every sequence in flight as a row of its
-    batch. Ratios are paired by round: median, lowest and highest. All requests arrive at the start, as in `vllm bench
-    throughput`; TTFT runs from there, and TPOT leaves out the first token. Decoding is greedy. Lists such as
-    `--batch 1,8,32` sweep, and every combination is measured.
+    Strategies take turns in one process on the same requests. All requests arrive at the start, as in `vllm bench
+    throughput`; TTFT runs from there, and TPOT leaves out the first token. Decoding is greedy.
 
     `eeinfer bench compare A.json B.json` compares two reports.
     """
@@ -175,12 +179,7 @@ def measure(
         roofline=roofline,
         curve=curve or plot is not None,
     )
-    report = _run(given.options(resolve().settings), resolve)
-    found = _curves(report) if given.curve else []
-    _deliver(report, output, append, plot)
-    _show(report, form, found)
-    if report["interrupted"]:
-        raise typer.Exit(INTERRUPTED)
+    _execute(given, resolve, form, output, append, plot)
 
 
 @bench.command()
@@ -191,14 +190,18 @@ def compare(
     """Compare two reports: ratios of the cells that both have, and what else differs between them."""
     from eeinfer.bench.compare import print_comparison
     from eeinfer.bench.report import read_report
+    from eeinfer.cli.meter import table_console
 
-    print_comparison(read_report(first, note), read_report(second, note), _console())
+    print_comparison(read_report(first, note), read_report(second, note), table_console())
 
 
 def _check_files(output: Path | None, append: Path | None, plot: Path | None) -> None:
     """Files that could not be written are told before any work."""
     from eeinfer.bench.report import check_destination
+    from eeinfer.errors import ConfigError
 
+    if output is not None and append is not None and output.resolve() == append.resolve():
+        raise ConfigError(f"--output and --append are both {output}: one is a whole file, the other a log; name two")
     for path, option in ((output, "--output"), (append, "--append"), (plot, "--plot")):
         if path is not None:
             check_destination(path, option)
@@ -208,41 +211,46 @@ def _check_files(output: Path | None, append: Path | None, plot: Path | None) ->
         check_plot(plot)
 
 
-def _run(options: Options, resolve: Resolver) -> Report:
-    from dataclasses import replace
+def _execute(
+    given: Given, resolve: Resolver, form: str, output: Path | None, append: Path | None, plot: Path | None
+) -> None:
+    given.options(resolve().settings)  # what is wrong with the options is told before torch is loaded
+    report, failure = _run(given, resolve)
+    found = _curves(report) if given.curve else []
+    _show(report, form, found)
+    if any(cell["repeats"] for cell in report["cells"]):
+        _deliver(report, output, append, plot if found else None)
+    if failure is not None:
+        raise failure
+    if report["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
 
+
+def _run(given: Given, resolve: Resolver) -> tuple[Report, EeinferError | None]:
+    """The report, and what ended the run early."""
     from eeinfer.bench.collect import collect
     from eeinfer.bench.subject import load_subject, locate_random
     from eeinfer.bench.suite import Suite
+    from eeinfer.cli.meter import what_runs
     from eeinfer.engine.build import locate
 
     model = resolve().settings.model
-    located = locate_random(options.random_weights) if options.random_weights else locate(model, note)
+    located = locate_random(given.random_weights) if given.random_weights else locate(model, note)
     packaged = located.packaged_settings
+    loaded = resolve(packaged)
+    options = given.options(loaded.settings)
 
     def settings_of(cell: Mapping[str, Any]) -> Settings:
         return replace(resolve, flags={**resolve.flags, **cell})(packaged).settings
 
     suite = Suite(options, located, settings_of, note)
     subject = load_subject(model, located, options.seed, note)
-    with _progress() as progress:
+    with what_runs() as progress:
         suite.run(subject, progress)
     if suite.interrupted:
         note("interrupted: the report holds the rounds that were complete")
-    return collect(suite, subject, command=sys.argv, settings=resolve(packaged).values())
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """What runs at the moment: a line that goes away on a terminal, a line each elsewhere."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield note
-        return
-    with console.status("") as status:
-        yield status.update
+    settings = {key: value for key, value in loaded.values().items() if key not in _SET_BY_CELLS}
+    return collect(suite, subject, command=sys.argv, settings=settings), suite.failure
 
 
 def _deliver(report: Report, output: Path | None, append: Path | None, plot: Path | None) -> None:
@@ -252,7 +260,7 @@ def _deliver(report: Report, output: Path | None, append: Path | None, plot: Pat
         write_report(output, report)
     if append is not None:
         append_report(append, report)
-    if plot is not None and not report["interrupted"]:
+    if plot is not None:
         from eeinfer.bench.plot import plot_curve
 
         plot_curve(report, plot)
@@ -262,7 +270,7 @@ def _curves(report: Report) -> list[Curve]:
     """The curves of a report, which gains them; none when it was interrupted before there was one."""
     from eeinfer.bench.curve import curves, curves_json
 
-    found = [] if report["interrupted"] else curves(report)
+    found = [] if report["interrupted"] else curves(report)  # the suite has seen to it that there is one
     report["curves"] = curves_json(found)
     return found
 
@@ -280,14 +288,9 @@ def _show(report: Report, form: str, found: list[Curve]) -> None:
         case "md":
             typer.echo(markdown(report) + "".join(f"\n{curve_markdown(one)}" for one in found), nl=False)
         case _:
-            console = _console()
+            from eeinfer.cli.meter import table_console
+
+            console = table_console()
             print_report(report, console)
             for one in found:
                 console.print(curve_table(one))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)

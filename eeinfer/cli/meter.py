@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
     from eeinfer.engine.engine import Stats
+
+
+_TABLE_WIDTH = 140
 
 
 class Meter:
@@ -54,6 +58,23 @@ class Meter:
         depth = "" if stats.mean_layers is None else f", {stats.mean_layers:.1f} layers a token"
         pace = f"{stats.tokens_per_second:.1f} tokens/s{depth}"
         self._bar.update(self._task, completed=stats.finished + stats.failed, pace=pace)
+
+
+@contextmanager
+def what_runs() -> Iterator[Callable[[str], None]]:
+    """Takes what is about to run: a line that goes away on a terminal, a line each elsewhere; on standard error."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda news: typer.echo(news, err=True)
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def table_console() -> Console:
+    """For tables on standard output; wide where that is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_TABLE_WIDTH)
 
 
 def summary(stats: Stats, *, num_layers: int, depths: Mapping[int, int]) -> str:

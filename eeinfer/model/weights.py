@@ -1,6 +1,6 @@
 """The tensors of a decoder, one stack a kind: `qkv[l]` is the fused projection of layer l.
 
-Stacking all layers lets completion project K and V of many layers in one batched product without a second copy of the
+Stacking all layers lets completion slice K and V projections of many layers out of it without a second copy of the
 weights, and gives every tensor of a checkpoint one destination.
 """
 
