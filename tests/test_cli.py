@@ -21,6 +21,18 @@ from eeinfer.config.schema import declared
 HEAVY = {"accelerate", "gguf", "numpy", "pydantic", "scipy", "tokenizers", "torch", "transformers"}
 
 
+COMMANDS = [
+    ["pull"],
+    ["generate"],
+    ["bench"],
+    ["bench", "compare"],
+    ["tune-heads"],
+    ["calibrate-thresholds"],
+    ["config"],
+    ["config", "show"],
+]
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     return runner(monkeypatch, capsys)
@@ -38,7 +50,7 @@ def heavy_modules(*arguments: str) -> set[str]:
     return HEAVY & set(ended.stderr.split())
 
 
-@pytest.mark.parametrize("command", [[], ["pull"], ["generate"], ["tune-heads"], ["config"], ["config", "show"]])
+@pytest.mark.parametrize("command", [[], *COMMANDS])
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     of_typer = {"pydantic"} if command else set()  # it parses the options of commands with it
     assert heavy_modules(*command, "--help") <= of_typer
@@ -86,6 +98,7 @@ def test_each_option_sets_its_key(run: Run) -> None:
         "exits.layers": "5,10",
         "exits.threshold": "0.5,-inf",
         "exits.measure": "margin",
+        "exits.decay": "1.5",
         "exits.completion": "copy",
         "batching.strategy": "all-exit",
         "batching.max_num_seqs": "3",
@@ -119,6 +132,7 @@ def test_config_show_says_where_values_come_from(run: Run, tmp_path: Path, monke
         "layers": "auto",
         "measure": "margin",
         "threshold": 0.7,
+        "decay": 0.0,
         "completion": "propagate",
     }
     comments = {line.partition(" = ")[0]: line.partition(" # ")[2] for line in ended.out.splitlines() if "=" in line}

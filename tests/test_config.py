@@ -90,6 +90,7 @@ def test_tables_merge_and_lists_replace(tmp_path: Path) -> None:
         ("exits.threshold", "inf", math.inf),
         ("exits.threshold", "-inf", -math.inf),
         ("exits.threshold", "0.5, inf", (0.5, math.inf)),
+        ("exits.decay", "4", 4.0),
         ("batching.sticky", "true", True),
         ("cache.num_blocks", "512", 512),
         ("model.name", "123", "123"),
@@ -119,11 +120,14 @@ def test_text_is_read_as_toml_then_list_then_string(key: str, text: str, value: 
         ("exits", "threshold = nan", "a number (not nan) or a list of numbers (not nan, not empty)"),
         ("exits", "threshold = [0.5, nan]", "not nan"),
         ("exits", "threshold = []", "not empty"),
+        ("exits", "decay = -1", "a number >= 0 (finite)"),
+        ("exits", "decay = inf", "a number >= 0 (finite)"),
+        ("exits", "decay = nan", "a number >= 0 (finite)"),
         ("exits", "layers = [20, 15]", '"auto" or a list of integers >= 1 (not empty, strictly increasing)'),
         ("exits", "layers = [15, 15]", "strictly increasing"),
         ("exits", "layers = 15", "a list of integers"),
         ("exits", "layers = [0, 15]", "integers >= 1"),
-        ("exits", 'measure = "maxprob"', 'one of "max-prob", "margin", "entropy", "similarity"'),
+        ("exits", 'measure = "maxprob"', 'one of "max-prob", "margin", "entropy", "similarity", "gate"'),
         ("exits", "measure = 1979-05-27", "one of"),
         ("exits", "measure = {a = 1}", "one of"),
         ("batching", "sticky = 1", "true or false"),
@@ -245,12 +249,14 @@ PACKAGED = '[exits]\nlayers = [18, 24]\nmeasure = "max-prob"\nthreshold = [0.8, 
         ({"exits.layers": [24]}, (0.9,)),
         ({"exits.layers": [18, 21]}, math.inf),
         ({"exits.measure": "margin"}, math.inf),
+        ({"exits.decay": 0}, (0.8, 0.9)),
+        ({"exits.decay": 4}, math.inf),
         ({"model.heads": "none"}, math.inf),
         ({"model.heads": "elsewhere"}, math.inf),
         ({"exits.measure": "margin", "exits.threshold": 0.3}, 0.3),
     ],
 )
-def test_a_packaged_threshold_holds_for_its_own_exits_measure_and_heads(
+def test_a_packaged_threshold_holds_for_its_own_exits_measure_decay_and_heads(
     tmp_path: Path, flags: dict[str, Any], threshold: object
 ) -> None:
     loaded = load(packaged=toml(tmp_path, PACKAGED, "eeinfer.toml"), flags=flags)
@@ -263,6 +269,12 @@ def test_a_packaged_threshold_holds_for_its_own_exits_measure_and_heads(
 def test_a_packaged_threshold_holds_when_its_own_folder_is_asked_for(tmp_path: Path) -> None:
     loaded = load(packaged=toml(tmp_path, PACKAGED, "eeinfer.toml"), flags={"model.heads": str(tmp_path)})
     assert loaded.settings.exits.threshold == (0.8, 0.9)
+
+
+def test_a_packaged_threshold_holds_for_its_own_decay(tmp_path: Path) -> None:
+    packaged = toml(tmp_path, PACKAGED + "decay = 4\n", "eeinfer.toml")
+    for decay, threshold in ((4, (0.8, 0.9)), (0, math.inf), (2, math.inf)):
+        assert load(packaged=packaged, flags={"exits.decay": decay}).settings.exits.threshold == threshold
 
 
 def test_a_packaged_file_is_validated_too(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eeinfer.errors import HeadsError
-from eeinfer.exits.files import CONFIG_NAME, TENSORS_NAME, Base, HeadsFile, has_heads, load_heads, save_heads
-from eeinfer.exits.heads import ExitSpec, build_head
+from eeinfer.exits.files import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    Base,
+    HeadsFile,
+    has_heads,
+    heads_fingerprint,
+    load_heads,
+    save_heads,
+)
+from eeinfer.exits.heads import ExitHead, ExitSpec, build_head
 
 D, V, EPS = 6, 11, 1e-5
 BASE = Base("tiny", "sha256:" + "ab" * 32, D, V, num_layers=12)
@@ -24,7 +35,17 @@ SPECS = (
     ExitSpec(6, "linear"),
     ExitSpec(8, "linear", rank=2),
     ExitSpec(10, "linear", tied=False),
+    ExitSpec(11, "mlp", rank=2, intermediate=5, gate=3),
 )
+FORMS = (
+    ExitSpec(2, "shared"),
+    ExitSpec(2, "norm"),
+    ExitSpec(2, "linear"),
+    ExitSpec(2, "linear", rank=3),
+    ExitSpec(2, "mlp", intermediate=7),
+    ExitSpec(2, "mlp", rank=3, intermediate=7),
+)
+every_form = pytest.mark.parametrize("spec", FORMS, ids=lambda spec: f"{spec.kind}-{spec.rank}")
 Edit = Callable[[dict[str, Any]], None]
 
 
@@ -47,10 +68,14 @@ def rms(x: Tensor) -> Tensor:
 HIDDEN, VOCABULARY, FINAL = normal(5, D, seed=1), normal(V, D, seed=2), normal(D, seed=3)
 
 
+def head(spec: ExitSpec, own: dict[str, Tensor]) -> ExitHead:
+    built = build_head(spec, own, final_norm=lambda h: rms(h) * FINAL, vocabulary=lambda x: x @ VOCABULARY.T, eps=EPS)
+    assert built.layers_executed == spec.layers_executed
+    return built
+
+
 def logits(spec: ExitSpec, own: dict[str, Tensor]) -> Tensor:
-    head = build_head(spec, own, final_norm=lambda h: rms(h) * FINAL, vocabulary=lambda x: x @ VOCABULARY.T, eps=EPS)
-    assert head.layers_executed == spec.layers_executed
-    return head.logits(HIDDEN)
+    return head(spec, own).logits(HIDDEN)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -82,9 +107,66 @@ def test_linear_of_low_rank() -> None:
     close(logits(spec, own), rms(mapped) * own["norm.weight"] @ VOCABULARY.T)
 
 
-@pytest.mark.parametrize("kind", ["shared", "norm", "linear"])
+@pytest.mark.parametrize("rank", [None, 3])
+def test_mlp(rank: int | None) -> None:
+    own = tensors_of(spec := ExitSpec(2, "mlp", rank, intermediate=7))
+    matrix = own["linear.weight"] if rank is None else own["linear.up.weight"] @ own["linear.down.weight"]
+    mapped = []
+    for x in rms(HIDDEN):
+        z = x * own["mlp_norm.weight"]
+        a, u = own["mlp.gate_proj.weight"] @ z, own["mlp.up_proj.weight"] @ z
+        mapped.append(matrix @ x + own["mlp.down_proj.weight"] @ (a / (1 + torch.exp(-a)) * u))
+    close(logits(spec, own), rms(torch.stack(mapped)) * own["norm.weight"] @ VOCABULARY.T)
+
+
+@every_form
+def test_gate(spec: ExitSpec) -> None:
+    gated = replace(spec, gate=4)
+    own = tensors_of(gated)
+    expected = []
+    for x in rms(HIDDEN):
+        inner = (own["gate.0.weight"] @ x + own["gate.0.bias"]).clamp_min(0)
+        expected.append(1 / (1 + torch.exp(-(own["gate.2.weight"][0] @ inner + own["gate.2.bias"][0]))))
+    gate = head(gated, own).gate
+    assert gate is not None
+    close(gate(HIDDEN), torch.stack(expected))
+    assert torch.equal(logits(gated, own), logits(spec, own)), "a gate does not change the logits"
+    assert head(spec, own).gate is None
+
+
+def test_a_gate_of_narrow_numbers_is_computed_in_float32() -> None:
+    spec = ExitSpec(2, "shared", gate=4)
+    own = {name: tensor.bfloat16() for name, tensor in tensors_of(spec).items()}
+    hidden = HIDDEN.bfloat16()
+    gate, wide = head(spec, own).gate, head(spec, {name: tensor.double() for name, tensor in own.items()}).gate
+    assert gate is not None
+    assert wide is not None
+    assert gate(hidden).dtype is torch.float32
+    torch.testing.assert_close(gate(hidden), wide(hidden).float(), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(gate(hidden), gate(hidden).bfloat16().float()), "or nothing was rounded in this test"
+
+
+@every_form
+def test_a_row_does_not_depend_on_the_others(spec: ExitSpec) -> None:
+    """Bitwise beside other companions; elsewhere in the batch, or alone, up to how a matrix product orders its sums."""
+    gated = replace(spec, gate=4)
+    built = head(gated, tensors_of(gated))
+    assert built.gate is not None
+    for run in (built.logits, built.gate):
+        together = run(HIDDEN)
+        for i in range(len(HIDDEN)):
+            others = normal(5, D, seed=9 + i)
+            others[i] = HIDDEN[i]
+            assert torch.equal(run(others)[i], together[i])
+        order = [3, 1, 4, 0, 2]
+        close(run(HIDDEN[order]), together[order])
+        close(torch.cat([run(HIDDEN[i : i + 1]) for i in range(len(HIDDEN))]), together)
+
+
+@pytest.mark.parametrize("kind", ["shared", "norm", "linear", "mlp"])
 def test_untied(kind: str) -> None:
-    tied, untied = ExitSpec(2, kind), ExitSpec(2, kind, tied=False)  # type: ignore[arg-type]
+    tied = ExitSpec(2, kind, intermediate=7 if kind == "mlp" else None)  # type: ignore[arg-type]
+    untied = replace(tied, tied=False)
     own = tensors_of(untied)
     matrix = own["lm_head.weight"]
     weights = {name: tensor for name, tensor in own.items() if name != "lm_head.weight"}
@@ -107,6 +189,19 @@ def test_tensor_shapes() -> None:
         [("linear.weight", (D, D)), ("norm.weight", (D,))],
         [("linear.down.weight", (2, D)), ("linear.up.weight", (D, 2)), ("norm.weight", (D,))],
         [("linear.weight", (D, D)), ("lm_head.weight", (V, D)), ("norm.weight", (D,))],
+        [
+            ("gate.0.bias", (3,)),
+            ("gate.0.weight", (3, D)),
+            ("gate.2.bias", (1,)),
+            ("gate.2.weight", (1, 3)),
+            ("linear.down.weight", (2, D)),
+            ("linear.up.weight", (D, 2)),
+            ("mlp.down_proj.weight", (D, 5)),
+            ("mlp.gate_proj.weight", (5, D)),
+            ("mlp.up_proj.weight", (5, D)),
+            ("mlp_norm.weight", (D,)),
+            ("norm.weight", (D,)),
+        ],
     ]
 
 
@@ -161,9 +256,11 @@ def test_what_is_written(folder: Path) -> None:
         "rank": 2,
         "tied": True,
         "temperature": 1.0,
-        "gate": False,
+        "intermediate": None,
+        "gate": None,
         "results": {"agreement": 0.5},
     }
+    assert (config["exits"][5]["intermediate"], config["exits"][5]["gate"]) == (5, 3)
     assert set(load_file(folder / TENSORS_NAME)) == {
         f"exits.{i}.{name}" for i, spec in enumerate(SPECS) for name in spec.tensor_shapes(D, V)
     }
@@ -197,6 +294,16 @@ def test_defaults_of_an_entry(folder: Path) -> None:
     assert load_heads(folder, BASE).specs == (ExitSpec(3, "shared", None, tied=True, temperature=1.0),)
 
 
+def test_older_files_say_that_there_is_no_gate(folder: Path) -> None:
+    def older(config: dict[str, Any]) -> None:
+        for entry in config["exits"][:5]:
+            del entry["intermediate"]
+            entry["gate"] = False
+
+    edit_config(folder, older)
+    assert load_heads(folder, BASE).specs == SPECS
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -212,18 +319,26 @@ def test_defaults_of_an_entry(folder: Path) -> None:
         (lambda c: c["base_model"].pop("fingerprint"), ["base_model.fingerprint"]),
         (lambda c: c["base_model"].update(fingerprint="sha256:" + "cd" * 32), ["another base", "tune-heads"]),
         (lambda c: c["exits"].insert(0, 3), ["exits[0]", "object"]),
-        (lambda c: c["exits"][1].update(kind="mlpp"), ["exits[1]", "kind is 'mlpp'", "shared, norm, linear"]),
+        (lambda c: c["exits"][1].update(kind="mlpp"), ["exits[1]", "kind is 'mlpp'", "shared, norm, linear, mlp"]),
         (lambda c: c["exits"][1].pop("kind"), ["exits[1]", "kind is None"]),
         (lambda c: c["exits"][1].update(kind=["norm"]), ["exits[1]", "kind"]),
         (lambda c: c["exits"][2].update(layers=6), ["exits[2]", "unknown keys ['layers']"]),
-        (lambda c: c["exits"][2].update(gate=True), ["exits[2]", "gate"]),
+        (lambda c: c["exits"][2].update(gate=True), ["exits[2]", "gate is True", "null for no gate"]),
+        (lambda c: c["exits"][5].update(gate=0), ["exits[5]", "gate is 0", "positive width"]),
+        (lambda c: c["exits"][5].update(gate=3.0), ["exits[5]", "gate is 3.0"]),
+        (lambda c: c["exits"][5].update(gate="3"), ["exits[5]", "gate is '3'"]),
+        (lambda c: c["exits"][5].update(intermediate=None), ["exits[5]", "intermediate is None", "for kind mlp"]),
+        (lambda c: c["exits"][5].pop("intermediate"), ["exits[5]", "intermediate is None", "for kind mlp"]),
+        (lambda c: c["exits"][5].update(intermediate=0), ["exits[5]", "intermediate is 0"]),
+        (lambda c: c["exits"][5].update(intermediate=False), ["exits[5]", "intermediate is False"]),
+        (lambda c: c["exits"][2].update(intermediate=5), ["exits[2]", "intermediate is 5", "null for other kinds"]),
         (lambda c: c["exits"][0].pop("layers_executed"), ["exits[0]", "layers_executed is None"]),
         (lambda c: c["exits"][0].update(layers_executed=0), ["exits[0]", "layers_executed is 0", "1 … 11"]),
         (lambda c: c["exits"][4].update(layers_executed=12), ["exits[4]", "layers_executed is 12", "1 … 11"]),
         (lambda c: c["exits"][0].update(layers_executed=True), ["exits[0]", "layers_executed is True"]),
         (lambda c: c["exits"][0].update(layers_executed=2.5), ["exits[0]", "layers_executed is 2.5"]),
-        (lambda c: c["exits"][0].update(layers_executed=5), ["increasing order", "[5, 4, 6, 8, 10]"]),
-        (lambda c: c["exits"][0].update(layers_executed=4), ["without repeats", "[4, 4, 6, 8, 10]"]),
+        (lambda c: c["exits"][0].update(layers_executed=5), ["increasing order", "[5, 4, 6, 8, 10, 11]"]),
+        (lambda c: c["exits"][0].update(layers_executed=4), ["without repeats", "[4, 4, 6, 8, 10, 11]"]),
         (lambda c: c["exits"][3].update(rank=0), ["exits[3]", "rank is 0"]),
         (lambda c: c["exits"][3].update(rank="2"), ["exits[3]", "rank is '2'"]),
         (lambda c: c["exits"][1].update(temperature=0), ["exits[1]", "temperature is 0"]),
@@ -248,7 +363,14 @@ def test_config_errors_name_file_and_key(folder: Path, edit: Edit, words: list[s
         (lambda t: t.pop("exits.1.norm.weight"), ["exits.1.norm.weight is missing"]),
         (lambda t: t.pop("exits.3.linear.up.weight"), ["exits.3.linear.up.weight is missing"]),
         (lambda t: t.update({"exits.0.norm.weight": torch.ones(D)}), ["unexpected tensor exits.0.norm.weight"]),
-        (lambda t: t.update({"exits.5.norm.weight": torch.ones(D)}), ["unexpected tensor exits.5.norm.weight"]),
+        (lambda t: t.update({"exits.6.norm.weight": torch.ones(D)}), ["unexpected tensor exits.6.norm.weight"]),
+        (lambda t: t.pop("exits.5.gate.2.bias"), ["exits.5.gate.2.bias is missing"]),
+        (lambda t: t.pop("exits.5.mlp_norm.weight"), ["exits.5.mlp_norm.weight is missing"]),
+        (lambda t: t.update({"exits.1.gate.0.bias": torch.ones(3)}), ["unexpected tensor exits.1.gate.0.bias"]),
+        (lambda t: t.update({"exits.1.mlp.up_proj.weight": torch.ones(5, D)}), ["tensor exits.1.mlp.up_proj.weight"]),
+        (lambda t: t.update({"exits.5.gate.0.weight": torch.ones(4, D)}), ["exits.5.gate.0.weight", "(4, 6)"]),
+        (lambda t: t.update({"exits.5.gate.2.weight": torch.ones(3)}), ["exits.5.gate.2.weight", "(3,)", "(1, 3)"]),
+        (lambda t: t["exits.5.gate.0.bias"].fill_(float("nan")), ["exits.5.gate.0.bias", "NaN"]),
         (lambda t: t.update({"exits.1.norm.weight": torch.ones(D + 1)}), ["exits.1.norm.weight", "(7,)", "(6,)"]),
         (lambda t: t.update({"exits.1.norm.weight": torch.ones(1, D)}), ["exits.1.norm.weight", "(1, 6)"]),
         (lambda t: t["exits.2.linear.weight"].fill_(float("nan")), ["exits.2.linear.weight", "NaN"]),
@@ -262,7 +384,18 @@ def test_tensor_errors_name_file_and_tensor(folder: Path, edit: Edit, words: lis
     refused(folder, str(folder / TENSORS_NAME), *words)
 
 
-@pytest.mark.parametrize(("index", "change"), [(4, {"tied": True}), (3, {"rank": 3}), (2, {"kind": "norm"})])
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [
+        (4, {"tied": True}),
+        (3, {"rank": 3}),
+        (2, {"kind": "norm"}),
+        (5, {"gate": None}),
+        (5, {"gate": False}),
+        (5, {"intermediate": 6}),
+        (4, {"gate": 3}),
+    ],
+)
 def test_tensors_that_the_config_does_not_describe(folder: Path, index: int, change: dict[str, Any]) -> None:
     edit_config(folder, lambda c: c["exits"][index].update(change))
     refused(folder, str(folder / TENSORS_NAME), f"exits.{index}.")
@@ -300,3 +433,30 @@ def test_missing_tensor_file(folder: Path) -> None:
 def test_another_base_is_refused_by_fingerprint_though_sizes_agree(folder: Path) -> None:
     other = Base("other", "sha256:" + "ef" * 32, D, V, num_layers=12)
     refused(folder, str(folder / CONFIG_NAME), "tiny", "other", "--heads none", base=other)
+
+
+# Fingerprint
+
+
+def test_the_fingerprint_is_that_of_both_files(folder: Path) -> None:
+    printed = "".join(f"{sha256((folder / n).read_bytes()).hexdigest()}  {n}\n" for n in (CONFIG_NAME, TENSORS_NAME))
+    assert heads_fingerprint(folder) == "sha256:" + sha256(printed.encode()).hexdigest()
+
+
+def test_a_change_in_either_file_changes_the_fingerprint(folder: Path) -> None:
+    seen = [heads_fingerprint(folder)]
+    edit_config(folder, lambda c: c["exits"][1].update(temperature=1.25))
+    seen.append(heads_fingerprint(folder))
+    edit_tensors(folder, lambda t: t["exits.1.norm.weight"][0].add_(1))
+    seen.append(heads_fingerprint(folder))
+    (folder / TENSORS_NAME).unlink()
+    seen.append(heads_fingerprint(folder))
+    assert len(set(seen)) == 4
+
+
+def test_no_heads_have_no_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(HeadsError, match=CONFIG_NAME):
+        heads_fingerprint(tmp_path)
+    (tmp_path / CONFIG_NAME).mkdir()
+    with pytest.raises(HeadsError, match=CONFIG_NAME):
+        heads_fingerprint(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 from statistics import median
@@ -52,6 +53,17 @@ def rows(outputs: Iterable[RequestOutput]) -> dict[str, list[tuple[int, int]]]:
     return {o.id: list(zip(tokens(o), depths(o), strict=True)) for o in outputs}
 
 
+@pytest.fixture
+def measured_by(make_llm: MakeLLM, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """Options for a measure with the model's own head at the exits; `gate` brings gates."""
+
+    def options(measure: str) -> dict[str, Any]:
+        gates = {"heads": str(write_heads(tmp_path / "gates", make_llm(), "shared"))} if measure == "gate" else {}
+        return {"measure": measure, "exits": EXITS} | gates
+
+    return options
+
+
 @pytest.mark.parametrize("threshold", [2.0, float("inf")])
 @pytest.mark.parametrize("strategy", ["split", *QUORUMS])
 def test_unreachable_thresholds_equal_full_depth(strategy: str, threshold: float, make_llm: MakeLLM) -> None:
@@ -66,8 +78,10 @@ def test_unreachable_thresholds_equal_full_depth(strategy: str, threshold: float
 
 @pytest.mark.parametrize("strategy", ["split", *QUORUMS])
 @pytest.mark.parametrize("measure", MEASURES)
-def test_threshold_minus_infinity_leaves_at_the_first_exit(strategy: str, measure: str, make_llm: MakeLLM) -> None:
-    llm = make_llm(strategy=strategy, exits=EXITS, measure=measure, threshold=float("-inf"))
+def test_threshold_minus_infinity_leaves_at_the_first_exit(
+    strategy: str, measure: str, make_llm: MakeLLM, measured_by: Callable[[str], dict[str, Any]]
+) -> None:
+    llm = make_llm(strategy=strategy, **measured_by(measure), threshold=float("-inf"))
     outputs = llm.generate(requests())
     reference = make_llm(exits=EXITS[:1], measure="max-prob", threshold=float("-inf"))
     assert rows(outputs) == rows(reference.generate(requests())), "the token is the head's, whatever the measure"
@@ -79,9 +93,12 @@ def test_threshold_minus_infinity_leaves_at_the_first_exit(strategy: str, measur
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_all_exit_on_identical_prompts_equals_one(measure: str, make_llm: MakeLLM) -> None:
+def test_all_exit_on_identical_prompts_equals_one(
+    measure: str, make_llm: MakeLLM, measured_by: Callable[[str], dict[str, Any]]
+) -> None:
     prompt = tuple(range(40, 49))
-    options = {"exits": EXITS, "measure": measure, "threshold": typical_thresholds(make_llm, measure=measure)}
+    options = measured_by(measure)
+    options["threshold"] = typical_thresholds(make_llm, **options)
     sampling = SamplingParams(max_tokens=30)
     copies = [Request(str(i), prompt_token_ids=prompt, sampling=sampling) for i in range(4)]
     alone = make_llm(strategy="all-exit", **options).generate(copies[:1])
@@ -101,16 +118,18 @@ def typical_thresholds(make_llm: MakeLLM, **options: Any) -> tuple[float, ...]:
 
 
 def write_heads(folder: Path, llm: LLM, kind: str) -> Path:
-    """Random heads of one kind at both exits; the second has a vocabulary matrix of its own and a temperature."""
+    """Random heads of one kind with gates at both exits; the second has its own vocabulary matrix and a temperature."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(3)
-    specs = [ExitSpec(2, kind, 8 if kind == "linear" else None), ExitSpec(4, kind, None, tied=False, temperature=1.5)]  # type: ignore[arg-type]
+    rank, intermediate = 8 if kind == "linear" else None, 24 if kind == "mlp" else None
+    first = ExitSpec(2, kind, rank, intermediate=intermediate, gate=6)  # type: ignore[arg-type]
+    specs = [first, replace(first, layers_executed=4, rank=None, tied=False, temperature=1.5)]
     base = llm.located.base
     tensors = tuple(
         {
             name: torch.rand(shape, generator=generator) + 0.5
-            if name == "norm.weight"
-            else torch.randn(shape, generator=generator) * 1.5 / shape[1] ** 0.5
+            if name in {"norm.weight", "mlp_norm.weight"}
+            else torch.randn(shape, generator=generator) * 1.5 / shape[-1] ** 0.5
             for name, shape in spec.tensor_shapes(base.hidden_size, base.vocab_size).items()
         }
         for spec in specs
@@ -123,13 +142,15 @@ def write_heads(folder: Path, llm: LLM, kind: str) -> Path:
     ("kind", "measure", "dtype"),
     [("shared", measure, "float64") for measure in MEASURES]
     + [("norm", "max-prob", "float64"), ("linear", "margin", "float64"), ("linear", "similarity", "float64")]
-    + [("shared", "max-prob", "float32"), ("linear", "entropy", "float32")],
+    + [("mlp", "entropy", "float64"), ("mlp", "gate", "float64"), ("linear", "gate", "float64")]
+    + [("shared", "max-prob", "float32"), ("linear", "entropy", "float32"), ("mlp", "gate", "float32")],
 )
 def test_split_rows_do_not_depend_on_companions(
     kind: str, measure: str, dtype: str, make_llm: MakeLLM, tmp_path: Path
 ) -> None:
     """Each request alone, all at once, in reverse, two at a time, and with so few blocks that some are preempted."""
-    heads = "none" if kind == "shared" else str(write_heads(tmp_path / "heads", make_llm(), kind))
+    bare = kind == "shared" and measure != "gate"
+    heads = "none" if bare else str(write_heads(tmp_path / "heads", make_llm(), kind))
     options: dict[str, Any] = {"exits": EXITS, "measure": measure, "dtype": dtype, "heads": heads, "num_blocks": 64}
     options["threshold"] = typical_thresholds(make_llm, **options)
     alone = make_llm(**options)
@@ -256,8 +277,10 @@ def poisoned(llm: LLM, token: int) -> LLM:
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("strategy", ["full", "split", "all-exit", "mean"])
-def test_nan_in_a_prompt_fails_that_request_only(strategy: str, measure: str, make_llm: MakeLLM) -> None:
-    options = {"strategy": strategy, "exits": EXITS, "measure": measure, "threshold": 2.0, "num_blocks": 16}
+def test_nan_in_a_prompt_fails_that_request_only(
+    strategy: str, measure: str, make_llm: MakeLLM, measured_by: Callable[[str], dict[str, Any]]
+) -> None:
+    options = measured_by(measure) | {"strategy": strategy, "threshold": 2.0, "num_blocks": 16}
     clean = make_llm(**options).generate(requests())
     bad = Request(
         "bad", prompt_token_ids=(*range(200, 210), EOS, *range(200, 210)), sampling=SamplingParams(max_tokens=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -180,3 +181,22 @@ def test_similarity_of_what_is_not_finite_is_nan() -> None:
     before = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
     found = Exit(ExitHead(1, same, same), "similarity", 0.5).check(hidden, before).confidence
     assert found.isnan().tolist() == [True, True, False]
+
+
+# Gate
+
+
+def gated(gate: Callable[[Tensor], Tensor]) -> Exit:
+    """An exit that has a gate and must not be asked for logits."""
+
+    def refuse(_: Tensor) -> Tensor:
+        raise AssertionError("a gate needs no logits")
+
+    return Exit(ExitHead(1, refuse, refuse, gate=gate), "gate", 0.5)
+
+
+def test_a_gate_is_the_confidence_and_never_touches_the_vocabulary() -> None:
+    hidden = torch.tensor([[0.25, 9.0], [nan, 0.0], [1.0, 1.0]])
+    checked = gated(lambda h: h[:, 0]).check(hidden, hidden)
+    assert (checked.logits, checked.argmax) == (None, None)
+    assert checked.confidence.tolist() == pytest.approx([0.25, nan, 1.0], nan_ok=True)

@@ -165,9 +165,13 @@ def test_decode_batch() -> None:
 
 def test_rows_of_unequal_length_never_read_blocks_of_others() -> None:
     """Padding is masked, but a weight of 0 times the NaN of a failing companion is NaN."""
+
+    def row(request_id: str, slot: int, position: int, block_table: tuple[int, ...]) -> Row:
+        return Row(request_id, slot, 5, position, block_table, Draw(), number=1, max_tokens=9)
+
     for rows in (
-        (Row("a", 2, 5, 6, (4, 7), Draw()), Row("b", 0, 5, 1, (0,), Draw()), Row("c", 1, 5, 2, (3,), Draw())),
-        (Row("a", 2, 5, 0, (1,), Draw()), Row("b", 0, 5, 8, (0, 2, 6), Draw())),
+        (row("a", 2, 6, (4, 7)), row("b", 0, 1, (0,)), row("c", 1, 2, (3,))),
+        (row("a", 2, 0, (1,)), row("b", 0, 8, (0, 2, 6))),
     ):
         pool = RowPool(CacheShape(8, 4, 3), 32, 8, torch.float32, torch.device("cpu"))
         pool.begin(rows)

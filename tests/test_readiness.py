@@ -21,7 +21,8 @@ RATES = {15: 0.3, 22: 0.5}
 
 
 def row(request_id: str, position: int, slot: int = 0) -> Row:
-    return Row(request_id=request_id, slot=slot, token=0, position=position, block_table=(), draw=Draw())
+    draw = Draw()
+    return Row(request_id, slot, token=0, position=position, block_table=(), draw=draw, number=1, max_tokens=9)
 
 
 def ready_grid(readiness: Readiness, layers: int, requests: int = 100, positions: int = 200) -> np.ndarray:

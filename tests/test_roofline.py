@@ -78,7 +78,14 @@ def test_work_of_full_depth() -> None:
 
 @pytest.mark.parametrize(
     ("measure", "produced", "rows_to_vocabulary"),
-    [("max-prob", "", 3), ("margin", "a", 3), ("entropy", "ab", 3), ("similarity", "", 0), ("similarity", "ab", 2)],
+    [
+        ("max-prob", "", 3),
+        ("margin", "a", 3),
+        ("entropy", "ab", 3),
+        ("similarity", "", 0),
+        ("similarity", "ab", 2),
+        ("gate", "a", 1),
+    ],
 )
 def test_work_of_an_exit(measure: str, produced: str, rows_to_vocabulary: int) -> None:
     work = counter(1, 3, measure=measure).of_pass(a_pass(0, rows=3, context=30, produced=produced))

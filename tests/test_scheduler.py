@@ -84,7 +84,7 @@ def test_a_ready_row_leaves_the_others_go_on_then_it_is_completed() -> None:
     s, a, b = scheduler(), sequence("a", 3, 8), sequence("b", 5, 8)
     prefilled(s, a, b)
     plan = next_pass(s, 0, a, b)
-    assert plan.rows[0] == Row("a", a.slot, 50, 3, tuple(a.block_table), Draw())
+    assert plan.rows[0] == Row("a", a.slot, 50, 3, tuple(a.block_table), Draw(), number=1, max_tokens=8)
     assert plan.rows[1].position == 5
     assert s.commit(plan, (went(60, 0.9, ready=True), STAYS)) == [a]
     plan = next_pass(s, 1, b)
@@ -96,6 +96,7 @@ def test_a_ready_row_leaves_the_others_go_on_then_it_is_completed() -> None:
     assert s.commit(done, ()) == []
     plan = next_pass(s, 0, a, b)
     assert [row.token for row in plan.rows] == [60, 61]
+    assert [row.number for row in plan.rows] == [2, 2]
     assert (a.depths, a.confidences) == ([4, 2], [None, 0.9])
     assert (b.depths, b.confidences) == ([4, 4], [None, None])
     assert not s.blocks.is_exact(a.block_table[0])
@@ -495,6 +496,7 @@ class World:
         for row, one in zip(plan.rows, owners, strict=True):
             expected = self.arrived[one]
             assert (row.token, row.position, row.draw) == (one.tokens[-1], len(one.tokens) - 1, one.draw())
+            assert (row.number, row.max_tokens) == (len(expected.tokens), one.max_tokens)
             assert expected.stage == plan.stage - 1
             expected.stage = plan.stage
             self.check_context(one, row.block_table, row.position)
@@ -511,7 +513,7 @@ class World:
     def check_exit(self, plan: Pass, owners: list[Sequence]) -> Outcome:
         confidences = [self.random.choice([0.1, 0.3, 0.4, 0.5, 0.6, 1.0]) for _ in owners]
         confidences = [nan if self.random.random() < 0.01 else c for c in confidences]
-        leaving = plan.rule.leaving(confidences, self.threshold, plan.flagged)
+        leaving = plan.rule.leaving(confidences, [self.threshold] * len(owners), plan.flagged)
         verdicts = []
         for one, c, leaves in zip(owners, confidences, leaving, strict=True):
             ready = c >= self.threshold

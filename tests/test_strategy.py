@@ -20,7 +20,7 @@ confidences = st.lists(st.floats(0, 1, width=32), min_size=1, max_size=9)
 
 def leaving(strategy: str, confidence: list[float], threshold: float, flagged: list[bool] | None = None) -> list[bool]:
     rule = leave_rule(strategy, sticky=flagged is not None)
-    return rule.leaving(confidence, threshold, flagged or [False] * len(confidence))
+    return rule.leaving(confidence, [threshold] * len(confidence), flagged or [False] * len(confidence))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,34 @@ def test_sticky(strategy: str, confidence: list[float], flagged: list[bool], exp
 @pytest.mark.parametrize("strategy", TOGETHER)
 def test_flags_do_not_matter_unless_sticky(strategy: str) -> None:
     rule = leave_rule(strategy, sticky=False)
-    assert rule.leaving([0.1, 0.1], 0.5, [True, True]) == [N, N]
+    assert rule.leaving([0.1, 0.1], [0.5, 0.5], [True, True]) == [N, N]
+
+
+@pytest.mark.parametrize(
+    ("confidence", "thresholds", "split", "all_exit", "any_", "majority", "mean"),
+    [
+        ([0.5, 0.5], [0.25, 0.75], [Y, N], [N, N], [Y, Y], [N, N], [Y, Y]),
+        ([0.5, 0.5], [0.25, 0.875], [Y, N], [N, N], [Y, Y], [N, N], [N, N]),
+        ([0.25, 0.75, 1.0], [0.25, 0.75, 1.0], [Y, Y, Y], [Y, Y, Y], [Y, Y, Y], [Y, Y, Y], [Y, Y, Y]),
+        ([0.5, 0.5, 0.75], [0.5, 0.25, 1.0], [Y, Y, N], [N, N, N], [Y, Y, Y], [Y, Y, Y], [Y, Y, Y]),
+        # The threshold of a failed row does not count either.
+        ([0.25, nan], [0.5, 0.0], [N, N], [N, N], [N, N], [N, N], [N, N]),
+        ([0.5, nan], [0.5, 1.0], [Y, N], [Y, N], [Y, N], [Y, N], [Y, N]),
+    ],
+)
+def test_each_row_has_its_own_threshold(
+    confidence: list[float],
+    thresholds: list[float],
+    split: list[bool],
+    all_exit: list[bool],
+    any_: list[bool],
+    majority: list[bool],
+    mean: list[bool],
+) -> None:
+    expected = {"split": split, "all-exit": all_exit, "any": any_, "majority": majority, "mean": mean}
+    rules = {name: leave_rule(name, sticky=False) for name in expected}
+    flags = [False] * len(confidence)
+    assert {name: rule.leaving(confidence, thresholds, flags) for name, rule in rules.items()} == expected
 
 
 @quick
@@ -135,7 +162,9 @@ def test_order_of_rows_does_not_matter(order: list[int], confidence: list[float]
 
 def test_rows_and_flags_must_match() -> None:
     with pytest.raises(ValueError, match="zip"):
-        leave_rule("split", sticky=False).leaving([0.5, 0.5], 0.5, [False])
+        leave_rule("split", sticky=False).leaving([0.5, 0.5], [0.5, 0.5], [False])
+    with pytest.raises(ValueError, match="zip"):
+        leave_rule("split", sticky=False).leaving([0.5, 0.5], [0.5], [False, False])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -166,13 +166,15 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float64) -> Decoder:
     return Decoder(config, load_weights(folder, config, dtype, torch.device("cpu")))
 
 
-def bare_exits(decoder: Decoder, depths: Sequence[int], measure: str, threshold: float) -> list[Exit]:
+def bare_exits(
+    decoder: Decoder, depths: Sequence[int], measure: str, threshold: float, decay: float = 0.0
+) -> list[Exit]:
     """Exits with the model's own norm and head."""
     head = [
         build_head(ExitSpec(n, "shared"), {}, final_norm=decoder.final_norm, vocabulary=decoder.vocabulary, eps=1e-5)
         for n in depths
     ]
-    return [Exit(h, measure, threshold) for h in head]
+    return [Exit(h, measure, threshold, decay=decay) for h in head]
 
 
 class Script:

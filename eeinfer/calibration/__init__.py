@@ -1,1 +1,1 @@
-"""How far answers are from the unmodified model's: the loss that thresholds are chosen and certified by."""
+"""How far answers are from the unmodified model's, and thresholds whose distance is certified."""

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from eeinfer.cli.bench import bench
+from eeinfer.cli.calibrate import calibrate_thresholds
 from eeinfer.cli.config import config
 from eeinfer.cli.generate import generate
 from eeinfer.cli.pull import pull
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(pull)
 app.command()(generate)
 app.command("tune-heads")(tune_heads)
+app.command("calibrate-thresholds")(calibrate_thresholds)
 app.add_typer(bench, name="bench")
 app.add_typer(config, name="config")
 

@@ -35,6 +35,7 @@ FLAGS = {
     "exits.layers": Flag(("--exits",), "N,N,…"),
     "exits.threshold": Flag(("--threshold",), "X,X,…"),
     "exits.measure": Flag(("--measure",), "NAME"),
+    "exits.decay": Flag(("--decay",)),
     "exits.completion": Flag(("--completion",), "NAME"),
     "batching.strategy": Flag(("--strategy",), "NAME"),
     "batching.max_num_seqs": Flag(("--batch",)),

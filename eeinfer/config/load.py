@@ -1,13 +1,13 @@
 """Settings from their layers, each with its origin. Tables merge, lists replace.
 
-From low to high: built-in defaults, packaged with the exit heads, files (later ones win), environment, `--set`,
-explicit arguments.
+From low to high: built-in defaults, packaged with the exit heads, the calibration beside them, files (later ones win),
+environment, `--set`, explicit arguments.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from eeinfer.errors import ConfigError
 
 DEFAULT = "built-in default"
 ARGUMENT = "argument"
+CALIBRATION_NAME = "calibration.toml"  # beside the exit heads
 
 
 class Given(NamedTuple):
@@ -31,12 +32,24 @@ class Given(NamedTuple):
 Layer = dict[str, Given]  # by dotted key
 
 
+class Calibration(NamedTuple):
+    """The highest calibration file among the layers.
+
+    `settings` are its own values by dotted key, whatever layers above say. `table` is `[calibration]`, as it stands.
+    """
+
+    origin: str
+    settings: Mapping[str, Any]
+    table: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings and, by dotted key, the origin of each value."""
+    """Settings and, by dotted key, the origin of each value; and the calibration file among the layers, if any."""
 
     settings: Settings
     origins: Mapping[str, str]
+    calibration: Calibration | None = None
 
     def values(self) -> dict[str, Any]:
         """Every value by dotted key, in the order of the schema."""
@@ -71,15 +84,14 @@ def load_settings(
         environ: variables named `EEINFER_SECTION__KEY`; a value is read as TOML, then as a comma list, then as text.
         assignments: `section.key=value`, values read as those of the environment.
         flags: dotted key to value, only what was explicitly given; a string is read as those of the environment.
-        packaged: the `eeinfer.toml` that ships with the exit heads.
+        packaged: the `eeinfer.toml` that ships with the exit heads, or their `calibration.toml`. A `calibration.toml`
+            beside it is the next layer.
 
     Raises:
         ConfigError: an unknown name, a wrong type or range, a file that cannot be read; names the origin and the fix.
     """
-    shipped: Layer = dict(_file_layer(packaged, f"{packaged} (packaged with the exit heads)")) if packaged else {}
-    given: Layer = {}
-    for path in files:
-        given.update(_file_layer(path, str(path)))
+    shipped, calibration = _merged(_shipped(packaged))
+    given, own_calibration = _merged((path, str(path)) for path in files)
     given.update(_text_layer(read_environ(environ)))
     given.update(_text_layer(read_assignments(assignments)))
     given.update(_argument_layer(flags))
@@ -87,11 +99,32 @@ def load_settings(
     _check_lengths(defaults | shipped)
     layer = defaults | _still_valid(shipped, given, packaged) | given
     _check_lengths(layer)
-    return Loaded(_settings(layer), {key: layer[key].origin for key in defaults})
+    origins = {key: layer[key].origin for key in defaults}
+    return Loaded(_settings(layer), origins, own_calibration or calibration)
 
 
-def _file_layer(path: Path, origin: str) -> Iterator[tuple[str, Given]]:
-    return ((key, Given(validated(key, value, origin), origin)) for key, value in read_file(path))
+def _shipped(packaged: Path | None) -> Iterator[tuple[Path, str]]:
+    """The files that come with the exit heads, each with its origin in words."""
+    if packaged is None:
+        return
+    calibration = packaged.with_name(CALIBRATION_NAME)
+    if packaged != calibration:
+        yield packaged, f"{packaged} (packaged with the exit heads)"
+    if calibration.is_file():
+        yield calibration, f"{calibration} (calibration of the exit heads)"
+
+
+def _merged(files: Iterable[tuple[Path, str]]) -> tuple[Layer, Calibration | None]:
+    """The values of files, later ones win, and the last calibration among them."""
+    layer: Layer = {}
+    calibration = None
+    for path, origin in files:
+        contents = read_file(path)
+        own = {key: Given(validated(key, value, origin), origin) for key, value in contents.entries}
+        layer.update(own)
+        if contents.calibration is not None:
+            calibration = Calibration(origin, {key: given.value for key, given in own.items()}, contents.calibration)
+    return layer, calibration
 
 
 def _text_layer(entries: Iterator[tuple[str, str, str]]) -> Iterator[tuple[str, Given]]:
@@ -108,14 +141,14 @@ def _argument_layer(flags: Mapping[str, Any]) -> Iterator[tuple[str, Given]]:
 
 
 def _still_valid(shipped: Layer, given: Layer, packaged: Path | None) -> Layer:
-    """The packaged layer, without its threshold when another measure, other heads or other exits are asked for.
+    """The packaged layer, without its threshold when another measure, decay, other heads or other exits are asked for.
 
-    A threshold means nothing without the measure and the heads it was chosen for. Of exits that are among the packaged
-    ones, the thresholds stay.
+    A threshold means nothing without the measure, the decay and the heads it was chosen for. Of exits that are among
+    the packaged ones, the thresholds stay.
     """
     if "exits.threshold" not in shipped or "exits.threshold" in given:
         return shipped
-    for key in ("exits.measure", "model.heads"):
+    for key in ("exits.measure", "exits.decay", "model.heads"):
         own = shipped.get(key, Given(declared()[key].default, DEFAULT)).value
         if key not in given or given[key].value == own:
             continue

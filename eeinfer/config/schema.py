@@ -33,7 +33,7 @@ def strictly_increasing(values: Sequence[int]) -> bool:
 
 # The names of the predicates above are what error messages say is allowed, underscores read as spaces.
 Strategy = Literal["full", "all-exit", "split", "any", "majority", "mean"]
-Measure = Literal["max-prob", "margin", "entropy", "similarity"]
+Measure = Literal["max-prob", "margin", "entropy", "similarity", "gate"]
 Completion = Literal["propagate", "copy", "oracle"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
@@ -68,6 +68,9 @@ class ExitSettings:
     measure: Measure = setting("max-prob", "How confidence is computed.")
     threshold: Threshold | Thresholds = setting(
         inf, "Leave at confidence >= this: one for all exits or one per exit; inf never, -inf always."
+    )
+    decay: Annotated[float, Ge(0), Predicate(finite)] = setting(
+        0.0, "How fast thresholds fall along an answer, as in CALM: 0.9 threshold + 0.1 exp(-decay t / N); 0: constant."
     )
     completion: Completion = setting("propagate", "What becomes of the KV of the layers a token skipped.")
 

@@ -6,18 +6,26 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eeinfer.config.schema import declared
 from eeinfer.config.suggest import did_you_mean
 from eeinfer.errors import ConfigError
 
 ENV_PREFIX = "EEINFER_"
+CALIBRATION = "calibration"  # a table that is no settings: what a calibration file certifies, and for what
 NOT_SETTINGS = ("EEINFER_HOME",)  # variables that are not settings; HOME is the folder of the model store
 
 
-def read_file(path: Path) -> list[tuple[str, object]]:
-    """Dotted keys and values of a TOML file, in its order.
+class Contents(NamedTuple):
+    """Dotted keys and values of a file in its order, and its table `[calibration]` if it is a calibration file."""
+
+    entries: list[tuple[str, object]]
+    calibration: Mapping[str, Any] | None
+
+
+def read_file(path: Path) -> Contents:
+    """What a TOML file holds.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML (with line and column) or has an unknown section or key.
@@ -25,7 +33,11 @@ def read_file(path: Path) -> list[tuple[str, object]]:
     known = declared()
     sections = dict.fromkeys(key.partition(".")[0] for key in known)
     entries: list[tuple[str, object]] = []
-    for section, table in _parse(path).items():
+    document = _parse(path)
+    calibration = document.pop(CALIBRATION, None)
+    if calibration is not None and not isinstance(calibration, dict):
+        raise ConfigError(f"{path}: {CALIBRATION} is a table of calibration files; write [{CALIBRATION}]")
+    for section, table in document.items():
         if section not in sections:
             _unknown_section(path, section, table, sections)
         if not isinstance(table, dict):
@@ -34,7 +46,7 @@ def read_file(path: Path) -> list[tuple[str, object]]:
             if f"{section}.{name}" not in known:
                 _unknown_key(path, section, name)
             entries.append((f"{section}.{name}", value))
-    return entries
+    return Contents(entries, calibration)
 
 
 def read_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

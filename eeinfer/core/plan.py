@@ -49,7 +49,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One decode token on its way through the stages: whose it is, the token to run, and where its KV goes."""
+    """One decode token on its way through the stages: whose it is, the token to run, and where its KV goes.
+
+    `number`: index of the generated token that comes out, 1 for a sequence's first row; `max_tokens`: the most there
+    will be.
+    """
 
     request_id: str
     slot: int
@@ -57,6 +61,8 @@ class Row:
     position: int
     block_table: tuple[int, ...]
     draw: Draw
+    number: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class Verdict:
     Attributes:
         token: the token picked; `None` when the row goes on, or the span did not ask for one.
         confidence: at the exit that was checked; `None` where nothing is checked.
-        ready: confidence >= threshold.
+        ready: confidence >= the row's threshold.
         failed: the numbers were not finite; the sequence cannot go on.
     """
 

@@ -85,8 +85,20 @@ class TokenRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Guarantee:
+    """What a calibration promises: with probability `confidence`, a prompt's expected loss is at most `tolerance`."""
+
+    tolerance: float
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one Request. With `finish_reason` ERROR, `error` says why and `tokens` holds what came before."""
+    """The answer to one Request. With `finish_reason` ERROR, `error` says why and `tokens` holds what came before.
+
+    `certified` is what the calibration in use promises for this answer, or in words why it promises nothing; `None`
+    when no calibration is in use.
+    """
 
     id: str
     text: str
@@ -94,6 +106,7 @@ class RequestOutput:
     prompt_tokens: int
     tokens: tuple[TokenRecord, ...]
     error: str | None = None
+    certified: Guarantee | str | None = None
 
     @property
     def mean_layers(self) -> float | None:

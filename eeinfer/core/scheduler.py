@@ -25,7 +25,7 @@ class SchedulerStats:
     """Counters since the scheduler was built.
 
     Attributes:
-        involuntary_exits: rows made to leave below the threshold of their exit.
+        involuntary_exits: rows made to leave below their threshold.
         involuntary_stays: times a row was kept at an exit although ready.
         preemptions: times a sequence lost its blocks and had to be replayed.
     """
@@ -161,6 +161,8 @@ class Scheduler:
                     position=sequence.num_cached,
                     block_table=tuple(sequence.block_table),
                     draw=sequence.draw(),
+                    number=len(sequence.depths),
+                    max_tokens=sequence.max_tokens,
                 )
                 flights.append(_Flight(sequence, row))
         return flights

@@ -27,21 +27,23 @@ class LeaveRule:
     together: bool
     sticky: bool = False
 
-    def leaving(self, confidences: Sequence[float], threshold: float, flagged: Sequence[bool]) -> list[bool]:
+    def leaving(self, confidences: Sequence[float], thresholds: Sequence[float], flagged: Sequence[bool]) -> list[bool]:
         """One verdict a row. A row whose confidence is NaN has failed: it neither leaves nor counts for the others.
 
         Args:
             confidences: one a row, in [0, 1] or NaN.
-            threshold: of this exit.
+            thresholds: of this exit, one a row.
             flagged: rows that were ready before; ignored unless sticky.
         """
-        ready = [c >= threshold or (self.sticky and f) for c, f in zip(confidences, flagged, strict=True)]
+        rows = zip(confidences, thresholds, flagged, strict=True)
+        ready = [c >= threshold or (self.sticky and f) for c, threshold, f in rows]
         alive = [i for i, c in enumerate(confidences) if not isnan(c)]
-        votes = [ready[i] for i in alive]
-        together = self.together and bool(votes) and self._agreed(votes, [confidences[i] for i in alive], threshold)
+        together = False
+        if self.together and alive:
+            together = self._agreed([ready[i] for i in alive], [confidences[i] - thresholds[i] for i in alive])
         return [not isnan(c) and (together if self.together else r) for c, r in zip(confidences, ready, strict=True)]
 
-    def _agreed(self, votes: list[bool], confidences: list[float], threshold: float) -> bool:
+    def _agreed(self, votes: list[bool], margins: list[float]) -> bool:
         match self.name:
             case "all-exit":
                 return all(votes)
@@ -50,7 +52,7 @@ class LeaveRule:
             case "majority":
                 return 2 * sum(votes) > len(votes)
             case "mean":
-                return fsum(confidences) / len(confidences) >= threshold
+                return fsum(margins) >= 0  # the mean confidence reaches the mean threshold
         raise AssertionError(f"no quorum is known for {self.name}")
 
 

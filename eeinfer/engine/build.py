@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eeinfer.config.load import CALIBRATION_NAME
 from eeinfer.config.schema import ExitSettings, ModelSettings, Settings
 from eeinfer.core.block_manager import BlockManager
 from eeinfer.core.readiness import Readiness
@@ -29,6 +30,7 @@ from eeinfer.model.families import ModelConfig, model_config
 from eeinfer.model.fingerprint import fingerprint
 from eeinfer.model.loader import load_weights
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
+from eeinfer.ops.norm import at_least_float32
 from eeinfer.runner.memory import num_blocks
 from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape
@@ -51,10 +53,12 @@ class Located:
 
     @property
     def packaged_settings(self) -> Path | None:
-        """The settings that ship with the heads, or None."""
+        """The settings that ship with the heads, their calibration if there is that alone, or None."""
         folder = self.heads or self.folder
-        path = folder and folder / PACKAGED_SETTINGS
-        return path if path and path.is_file() else None
+        if folder is None:
+            return None
+        paths = (folder / PACKAGED_SETTINGS, folder / CALIBRATION_NAME)
+        return next((path for path in paths if path.is_file()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,8 @@ def build_runner(
         ConfigError: the cache does not fit.
     """
     decoder = model.decoder
-    exits = [Exit(head_on(decoder, e.spec, e.tensors), settings.exits.measure, e.threshold) for e in planned]
+    measure, decay = settings.exits.measure, settings.exits.decay
+    exits = [Exit(head_on(decoder, e.spec, e.tensors), measure, e.threshold, decay=decay) for e in planned]
     max_num_seqs = settings.batching.max_num_seqs
     if cache is None:
         blocks = num_blocks(settings.cache, decoder.config, decoder.dtype, decoder.device, max_num_seqs)
@@ -197,7 +202,18 @@ def plan_exits(settings: Settings, located: Located, note: Note) -> list[Planned
         why = "no exit has a threshold below inf" if heads else "the model has no exit heads and no exits are named"
         fix = "--threshold 0.9" if heads else "--exits 15,20 --threshold 0.9"
         note(f"{why}, so nothing leaves early; pass for example {fix}")
+    if exits.measure == "gate":
+        _check_gates(reachable, located)
     return reachable
+
+
+def _check_gates(planned: Sequence[PlannedExit], located: Located) -> None:
+    if bare := [exit_.spec.layers_executed for exit_ in planned if exit_.spec.gate is None]:
+        why = f"the heads in {located.heads} have no gate" if located.heads else "without exit heads there is no gate"
+        raise ConfigError(
+            f"exits.measure is 'gate', but {why} for the exit after {bare[0]} layers: pass `--measure max-prob`, or "
+            f"tune gates (`eeinfer tune-heads`) and name their folder with --heads"
+        )
 
 
 def _heads(exits: ExitSettings, located: Located, note: Note) -> list[tuple[ExitSpec, Mapping[str, Tensor]]]:
@@ -218,10 +234,15 @@ def _heads(exits: ExitSettings, located: Located, note: Note) -> list[tuple[Exit
 
 
 def head_on(decoder: Decoder, spec: ExitSpec, tensors: Mapping[str, Tensor]) -> ExitHead:
-    """A head with its tensors (as read from a file) in the type and on the device of the model."""
+    """A head with its tensors (as read from a file) on the device and in the type of the model, a gate's in float32.
+
+    A float64 model has its gates in float64 too.
+    """
+    wide = at_least_float32(decoder.dtype)
+    types = {name: wide if name.startswith("gate.") else decoder.dtype for name in tensors}
     return build_head(
         spec,
-        {name: tensor.to(decoder.device, decoder.dtype) for name, tensor in tensors.items()},
+        {name: tensor.to(decoder.device, types[name]) for name, tensor in tensors.items()},
         final_norm=decoder.final_norm,
         vocabulary=decoder.vocabulary,
         eps=decoder.config.norm_eps,

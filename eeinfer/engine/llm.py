@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from eeinfer.config.load import Loaded, load_settings
 from eeinfer.config.schema import Settings
 from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from eeinfer.engine.build import Located, build_engine, build_runner, load_model, locate, plan_exits
+from eeinfer.engine.certificate import Standing, standing
 from eeinfer.engine.engine import Engine, Stats
 from eeinfer.errors import ConfigError, RequestError
 
@@ -30,6 +31,7 @@ class LLM:
     Attributes:
         settings: what is in force.
         located: the model's folder, traits and heads.
+        standing: whether the calibration in use holds; None: there is none, or nothing leaves early.
         engine: the engine underneath.
 
     Raises:
@@ -56,8 +58,12 @@ class LLM:
 
     def _load(self, resolve: Callable[[Path | None], Loaded], note: Callable[[str], None]) -> None:
         self.located: Located = locate(resolve(None).settings.model, note)
-        self.settings: Settings = resolve(self.located.packaged_settings).settings
+        loaded = resolve(self.located.packaged_settings)
+        self.settings: Settings = loaded.settings
         planned = plan_exits(self.settings, self.located, note)
+        self.standing: Standing | None = standing(loaded.calibration, self.settings, self.located, planned)
+        if self.standing and (notice := self.standing.notice):
+            note(notice)
         model = load_model(self.settings.model, self.located)
         self.engine: Engine = build_engine(self.settings, model, build_runner(self.settings, model, planned))
 
@@ -97,10 +103,13 @@ class LLM:
         several = [requests] if isinstance(requests, str) else requests
         named = [_as_request(i, request, sampling) for i, request in enumerate(several)]
         done: dict[str, RequestOutput] = {}
-        if len({request.id for request in named}) < len(named):
+        by_id = {request.id: request for request in named}
+        if len(by_id) < len(named):
             raise RequestError("two requests have the same id; ids must be unique")
 
         def finish(output: RequestOutput) -> None:
+            if self.standing:
+                output = replace(output, certified=self.standing.of(by_id[output.id]))
             done[output.id] = output
             if on_output:
                 on_output(output)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eeinfer.config.suggest import did_you_mean
-from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from eeinfer.core.request import FinishReason, Guarantee, Request, RequestOutput, SamplingParams
 from eeinfer.errors import EeinferError, RequestError
 
 PACKAGED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
@@ -82,13 +82,21 @@ def output_line(
     }
     if exits and output.mean_layers is not None:
         shares = {str(depth): round(share, 4) for depth, share in output.exit_shares.items()}
-        line["exits"] = {"mean_layers": round(output.mean_layers, 3), "share": shares}
+        line["exits"] = {"mean_layers": round(output.mean_layers, 3), "share": shares, **_certified(output.certified)}
     if token_details:
         line["tokens"] = [
             {"token_id": t.token_id, "text": t.text, "layers_executed": t.layers_executed, "confidence": t.confidence}
             for t in output.tokens
         ]
     return line
+
+
+def _certified(certified: Guarantee | str | None) -> dict[str, Any]:
+    if certified is None:
+        return {}
+    if isinstance(certified, str):
+        return {"certified": False, "reason": certified}
+    return {"certified": {"tolerance": certified.tolerance, "confidence": certified.confidence}}
 
 
 def error_line(error: LineError) -> dict[str, Any]:

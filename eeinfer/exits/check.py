@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
+from eeinfer.core.plan import Row
 from eeinfer.exits.heads import ExitHead
 from eeinfer.exits.measures import LOGIT_MEASURES, similarity
+from eeinfer.exits.schedule import decayed
 from eeinfer.ops.logit_stats import logit_stats
 
 
@@ -25,14 +28,22 @@ class Exit:
     """A place where tokens may leave.
 
     Attributes:
-        head: gives the logits.
+        head: gives the logits, and the probability of its gate where the measure is `gate`.
         measure: a name of `eeinfer.config.schema.Measure`.
         threshold: a row is ready at confidence >= threshold.
+        decay: how fast the threshold falls along an answer (see `eeinfer.exits.schedule`); 0: it is constant.
     """
 
     head: ExitHead
     measure: str
     threshold: float
+    decay: float = field(default=0.0, kw_only=True)
+
+    def thresholds(self, rows: Sequence[Row]) -> list[float]:
+        """The threshold of each row. It depends on the row alone, not on its companions."""
+        if self.decay == 0:
+            return [self.threshold] * len(rows)
+        return [decayed(self.threshold, self.decay, row.number, row.max_tokens) for row in rows]
 
     def check(self, hidden: Tensor, before: Tensor) -> Checked:
         """Check n rows.
@@ -43,6 +54,9 @@ class Exit:
         """
         if self.measure == "similarity":
             return Checked(similarity(hidden, before).clamp(0, 1), None, None)
+        if self.measure == "gate":
+            assert self.head.gate is not None, "exits are planned with gates where the measure needs them"
+            return Checked(self.head.gate(hidden), None, None)
         measure = LOGIT_MEASURES[self.measure]
         logits = self.head.logits(hidden)
         stats = logit_stats(logits, second=measure.second, mean=measure.mean)

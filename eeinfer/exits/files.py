@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +25,7 @@ CONFIG_NAME = "exit_config.json"
 TENSORS_NAME = "exit_heads.safetensors"
 FORMAT_VERSION = 1
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_ENTRY_KEYS = {"layers_executed", "kind", "rank", "tied", "temperature", "gate", "results"}
+_ENTRY_KEYS = {"layers_executed", "kind", "rank", "tied", "temperature", "intermediate", "gate", "results"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,27 @@ def has_heads(folder: Path) -> bool:
     return (folder / CONFIG_NAME).is_file()
 
 
+def heads_fingerprint(folder: Path) -> str:
+    """What identifies the heads in `folder`: "sha256:" and the SHA-256 of what `sha256sum` prints of both files.
+
+    Heads without tensors may have one file only.
+
+    Raises:
+        HeadsError: a file cannot be read.
+    """
+    digest = sha256()
+    for path in (folder / CONFIG_NAME, folder / TENSORS_NAME):
+        try:
+            with path.open("rb") as file:
+                digest.update(f"{file_digest(file, 'sha256').hexdigest()}  {path.name}\n".encode())
+        except FileNotFoundError:
+            if path.name == CONFIG_NAME:
+                raise HeadsError(f"{path} is missing: name a folder that holds {CONFIG_NAME}") from None
+        except OSError as error:
+            raise HeadsError(f"{path} cannot be read: {error.strerror}") from None
+    return "sha256:" + digest.hexdigest()
+
+
 def save_heads(
     folder: Path, base: Base, heads: HeadsFile, *, header: dict[str, Any], results: list[dict[str, Any]]
 ) -> None:
@@ -66,9 +88,7 @@ def save_heads(
     tensors = {
         f"exits.{i}.{name}": tensor.contiguous() for i, own in enumerate(heads.tensors) for name, tensor in own.items()
     }
-    entries = [
-        asdict(spec) | {"gate": False, "results": result} for spec, result in zip(heads.specs, results, strict=True)
-    ]
+    entries = [asdict(spec) | {"results": result} for spec, result in zip(heads.specs, results, strict=True)]
     config = {
         "format_version": FORMAT_VERSION,
         "base_model": {"name": base.name, "fingerprint": base.fingerprint},
@@ -135,21 +155,36 @@ def _read_spec(path: Path, index: int, entry: Any, base: Base) -> ExitSpec:
         raise HeadsError(f"{where} must be an object")
     if unknown := sorted(set(entry) - _ENTRY_KEYS):
         raise HeadsError(f"{where} has unknown keys {unknown}; known are {sorted(_ENTRY_KEYS)}")
-    if entry.get("gate"):
-        raise HeadsError(f"{where}: gates are not supported by this version; remove the gate or tune the heads again")
     if entry.get("kind") not in list(get_args(HeadKind)):
         raise HeadsError(f"{where}: kind is {entry.get('kind')!r}; known kinds are {', '.join(get_args(HeadKind))}")
     depth: Any = entry.get("layers_executed")
-    rank, temperature = entry.get("rank"), entry.get("temperature", 1.0)
+    temperature = entry.get("temperature", 1.0)
     if not _is_count(depth) or not depth < base.num_layers:
         raise HeadsError(f"{where}: layers_executed is {depth!r}; it must lie in 1 … {base.num_layers - 1}")
-    if rank is not None and not _is_count(rank):
-        raise HeadsError(f"{where}: rank is {rank!r}; it must be a positive integer, or null for a full matrix")
     if not is_positive(temperature):
         raise HeadsError(f"{where}: temperature is {temperature!r}; it must be a positive number")
     if not isinstance(entry.get("tied", True), bool):
         raise HeadsError(f"{where}: tied is {entry['tied']!r}; it must be true or false")
-    return ExitSpec(depth, entry["kind"], rank, entry.get("tied", True), float(temperature))
+    sizes = _read_sizes(where, entry)
+    return ExitSpec(depth, entry["kind"], tied=entry.get("tied", True), temperature=float(temperature), **sizes)
+
+
+def _read_sizes(where: str, entry: dict[str, Any]) -> dict[str, int | None]:
+    """The sizes that an entry may hold or leave out: rank, intermediate and gate."""
+    allowed = {
+        "rank": "a positive integer, or null for a full matrix",
+        "intermediate": "the positive width of the MLP for kind mlp, and null for other kinds",
+        "gate": "the positive width of the gate's hidden layer, or null for no gate",
+    }
+    sizes = {key: entry.get(key) for key in allowed}
+    if sizes["gate"] is False:  # no gate, in the words of older files
+        sizes["gate"] = None
+    is_mlp = entry["kind"] == "mlp"
+    for key, value in sizes.items():
+        fits = key != "intermediate" or is_mlp == (value is not None)
+        if not fits or (value is not None and not _is_count(value)):
+            raise HeadsError(f"{where}: {key} is {value!r}; it must be {allowed[key]}")
+    return sizes
 
 
 def is_positive(value: Any) -> bool:

@@ -1,12 +1,18 @@
-"""Exit heads: from the hidden state after some layers to logits.
+"""Exit heads: from the hidden state after some layers to logits, and gates, which say whether to trust them.
 
 With h the hidden state, rms(.) the parameter-free RMS norm and W the vocabulary matrix, the logits are W f(h). f is
 
     shared   the model's own final norm (LayerSkip, arXiv 2404.16710)
     norm     rms(h) * norm
     linear   rms(A rms(h)) * norm, A full or of low rank (up @ down)  (after Din et al., arXiv 2303.09435)
+    mlp      rms(A rms(h) + D (silu(G z) * (U z))) * norm, z = rms(h) * mlp_norm, A as in linear: beside the linear map
+             a gated MLP as in a layer of the model (Shazeer, arXiv 2002.05202)
 
-W is the model's own vocabulary matrix unless the exit brings one (untied).
+W is the model's own vocabulary matrix unless the exit brings one (untied). An exit of any kind may have a gate: the
+probability that its token is the full model's, without a look at the vocabulary (a classifier as in CALM, arXiv
+2207.07061, with a hidden layer):
+
+    gate     sigmoid(G2 relu(G0 rms(h) + b0) + b2)
 """
 
 from __future__ import annotations
@@ -18,9 +24,9 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from eeinfer.ops.norm import rms_norm
+from eeinfer.ops.norm import at_least_float32, rms_norm
 
-HeadKind = Literal["shared", "norm", "linear"]
+HeadKind = Literal["shared", "norm", "linear", "mlp"]
 Map = Callable[[Tensor], Tensor]
 
 
@@ -34,6 +40,8 @@ class ExitSpec:
         rank: of the linear map; `None` for a full one.
         tied: uses the model's vocabulary matrix.
         temperature: logits are divided by it.
+        intermediate: width of the MLP; `None` for other kinds.
+        gate: width of the gate's hidden layer; `None` for no gate.
     """
 
     layers_executed: int
@@ -41,20 +49,33 @@ class ExitSpec:
     rank: int | None = None
     tied: bool = True
     temperature: float = 1.0
+    intermediate: int | None = None
+    gate: int | None = None
 
     def tensor_shapes(self, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Names (below `exits.{i}.`) and shapes of the tensors this head consists of."""
+        d = hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
-        if self.kind in {"norm", "linear"}:
-            shapes["norm.weight"] = (hidden_size,)
-        if self.kind == "linear" and self.rank is None:
-            shapes["linear.weight"] = (hidden_size, hidden_size)
-        elif self.kind == "linear" and self.rank is not None:
-            shapes["linear.down.weight"] = (self.rank, hidden_size)
-            shapes["linear.up.weight"] = (hidden_size, self.rank)
+        if self.kind != "shared":
+            shapes["norm.weight"] = (d,)
+        if self.kind in {"linear", "mlp"}:
+            shapes |= _linear_shapes(self.rank, d)
+        if self.kind == "mlp":
+            f = self.intermediate
+            assert f is not None, "an mlp has a width"
+            shapes |= {"mlp_norm.weight": (d,), "mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d)}
+            shapes["mlp.down_proj.weight"] = (d, f)
+        if (w := self.gate) is not None:
+            shapes |= {"gate.0.weight": (w, d), "gate.0.bias": (w,), "gate.2.weight": (1, w), "gate.2.bias": (1,)}
         if not self.tied:
-            shapes["lm_head.weight"] = (vocab_size, hidden_size)
+            shapes["lm_head.weight"] = (vocab_size, d)
         return shapes
+
+
+def _linear_shapes(rank: int | None, d: int) -> dict[str, tuple[int, ...]]:
+    if rank is None:
+        return {"linear.weight": (d, d)}
+    return {"linear.down.weight": (rank, d), "linear.up.weight": (d, rank)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +87,14 @@ class ExitHead:
         features: f above, [n, d] to [n, d].
         vocabulary: [n, d] to logits [n, V].
         temperature: logits are divided by it.
+        gate: [n, d] to probabilities [n] in float32 or wider; None where the exit has no gate.
     """
 
     layers_executed: int
     features: Map
     vocabulary: Map
     temperature: float = 1.0
+    gate: Map | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, d], divided by the exit's temperature."""
@@ -86,7 +109,8 @@ def build_head(
 
     Args:
         spec: its entry in the file.
-        tensors: as named by `spec.tensor_shapes`, in the model's type and on its device.
+        tensors: as named by `spec.tensor_shapes`, on the model's device and in its type; those of the gate are computed
+            in float32 or wider, and best kept so.
         final_norm: the model's own final norm.
         vocabulary: the model's own vocabulary product.
         eps: of the model's norms.
@@ -94,20 +118,53 @@ def build_head(
     own = tensors.get("lm_head.weight")
     return ExitHead(
         spec.layers_executed,
-        _features(spec, tensors, final_norm, eps),
+        features(spec, tensors, final_norm, eps),
         vocabulary if own is None else lambda x: F.linear(x, own),
         spec.temperature,
+        None if spec.gate is None else _gate(tensors, eps),
     )
 
 
-def _features(spec: ExitSpec, tensors: Mapping[str, Tensor], final_norm: Map, eps: float) -> Map:
+def features(spec: ExitSpec, tensors: Mapping[str, Tensor], final_norm: Map, eps: float) -> Map:
+    """The map f of a head, [n, d] to [n, d]; see `build_head`. Training runs the very same one."""
     if spec.kind == "shared":
         return final_norm
     norm = tensors["norm.weight"]
     if spec.kind == "norm":
         return lambda h: rms_norm(h, norm, eps)
+    linear = _linear(spec, tensors)
+    if spec.kind == "linear":
+        return lambda h: rms_norm(linear(rms_norm(h, None, eps)), norm, eps)
+    mlp_norm, mlp = tensors["mlp_norm.weight"], _mlp(tensors)
+    return lambda h: rms_norm(linear(rms_norm(h, None, eps)) + mlp(rms_norm(h, mlp_norm, eps)), norm, eps)
+
+
+def _linear(spec: ExitSpec, tensors: Mapping[str, Tensor]) -> Map:
     if spec.rank is None:
         full = tensors["linear.weight"]
-        return lambda h: rms_norm(F.linear(rms_norm(h, None, eps), full), norm, eps)
+        return lambda x: F.linear(x, full)
     down, up = tensors["linear.down.weight"], tensors["linear.up.weight"]
-    return lambda h: rms_norm(F.linear(F.linear(rms_norm(h, None, eps), down), up), norm, eps)
+    return lambda x: F.linear(F.linear(x, down), up)
+
+
+def _mlp(tensors: Mapping[str, Tensor]) -> Map:
+    gate, up, down = (tensors[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return lambda z: F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
+
+
+def _gate(tensors: Mapping[str, Tensor], eps: float) -> Map:
+    logit = gate_logit(tensors, eps)
+    return lambda h: logit(h).sigmoid()
+
+
+def gate_logit(tensors: Mapping[str, Tensor], eps: float) -> Map:
+    """A gate before its sigmoid, [n, d] to [n]; what training compares with the truth."""
+    # Thresholds lie near 1, where bfloat16 tells few probabilities apart; the gate is small, so float32 costs little.
+    names = ("gate.0.weight", "gate.0.bias", "gate.2.weight", "gate.2.bias")
+    weight, bias, last, last_bias = (tensors[name].to(at_least_float32(tensors[name].dtype)) for name in names)
+
+    def logit(h: Tensor) -> Tensor:
+        x = rms_norm(h.to(weight.dtype), None, eps)
+        return F.linear(F.relu(F.linear(x, weight, bias)), last, last_bias).squeeze(-1)
+
+    return logit

@@ -112,17 +112,18 @@ class ModelRunner:
         confidences: list[float] = checked.confidence.tolist()
         if self._readiness is not None:
             confidences = self._decided(plan.rows, confidences, exit_, self._readiness)
-        leaving = plan.rule.leaving(confidences, exit_.threshold, plan.flagged)
+        thresholds = exit_.thresholds(plan.rows)
+        leaving = plan.rule.leaving(confidences, thresholds, plan.flagged)
         indices = [i for i, leaves in enumerate(leaving) if leaves]
         tokens = dict(zip(indices, self._exit_tokens(exit_, checked, hidden, plan.rows, indices), strict=True))
         return tuple(
             Verdict(
                 token=tokens.get(i),
                 confidence=confidence,
-                ready=confidence >= exit_.threshold,
+                ready=confidence >= threshold,
                 failed=isnan(confidence),
             )
-            for i, confidence in enumerate(confidences)
+            for i, (confidence, threshold) in enumerate(zip(confidences, thresholds, strict=True))
         )
 
     @staticmethod
