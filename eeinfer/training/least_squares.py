@@ -7,34 +7,30 @@ final norm).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b, sha256
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import tomli_w
 import torch
 from torch import Tensor
 
 from eeinfer.config.load import Loaded
-from eeinfer.core.request import Request
-from eeinfer.engine.build import PACKAGED_SETTINGS, head_on
+from eeinfer.engine.build import head_on
 from eeinfer.engine.llm import LLM
-from eeinfer.engine.prompt_file import LineError, read_prompt_file
 from eeinfer.errors import ConfigError, EeinferError
 from eeinfer.exits.files import HeadsFile, save_heads
 from eeinfer.exits.heads import ExitHead, ExitSpec
 from eeinfer.model.decoder import Decoder
 from eeinfer.ops.norm import rms_norm
+from eeinfer.training.answers import full_depth
+from eeinfer.training.output import prepare, write_settings
+from eeinfer.training.prompts import data_record, held_out, read_requests
+from eeinfer.training.selective import MIN_LEAVING, PRECISION, smallest_threshold
 from eeinfer.training.traces import Answered, answer_all, hidden_states
 
-DEV_SHARE = 0.1
 RIDGE = 1e-4
-PRECISION = 0.98
-_MIN_LEAVING = 50  # tokens above a threshold, below which its precision says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +75,14 @@ def tune(
     Raises:
         EeinferError: settings, model or prompts cannot be used.
     """
-    _prepare(output)
-    requests = _requests(prompts, num_prompts, note)
-    llm = LLM.from_loaded(lambda packaged: _full_depth(resolve(packaged)), note=note)
+    prepare(output)
+    requests = read_requests(prompts, num_prompts, note)
+    llm = LLM.from_loaded(lambda packaged: full_depth(resolve(packaged)), note=note)
     decoder = llm.engine.runner.decoder
-    if not exits or list(exits) != sorted(set(exits)) or exits[0] < 1 or exits[-1] >= decoder.num_layers:
-        allowed = f"increasing counts of layers in 1 … {decoder.num_layers - 1}"
-        raise ConfigError(f"--exits must be {allowed}, got {list(exits)}")
+    check_exits(exits, decoder.num_layers)
     answers = answer_all(llm, requests, note)
-    train = [a for a in answers if not _held_out(a.id)]
-    dev = [a for a in answers if _held_out(a.id)]
+    train = [a for a in answers if not held_out(a.id)]
+    dev = [a for a in answers if held_out(a.id)]
     if not train or not dev:
         raise EeinferError(f"{len(answers)} answered prompts are too few to fit and judge heads; give some hundreds")
     maps, tokens = fit(decoder, train, exits)
@@ -101,7 +95,7 @@ def tune(
     results = judge(decoder, dev, heads)
     if all(result.threshold == inf for result in results):
         note(
-            f"no threshold keeps {PRECISION:.0%} of at least {_MIN_LEAVING} held-out tokens: all are inf and nothing "
+            f"no threshold keeps {PRECISION:.0%} of at least {MIN_LEAVING} held-out tokens: all are inf and nothing "
             f"would leave early; give more prompts, or choose --threshold yourself"
         )
     header = {
@@ -109,31 +103,50 @@ def tune(
         "ridge": RIDGE,
         "max_tokens": llm.settings.sampling.max_tokens,
         "dtype": str(decoder.dtype).removeprefix("torch."),
-        "prompts": len(answers),
         "fitted_tokens": tokens,
-        "data_fingerprint": _data_fingerprint(answers),
+        **data_record(requests, answers),
     }
     save_heads(output, llm.located.base, heads, header=header, results=[asdict(result) for result in results])
-    _write_settings(output / PACKAGED_SETTINGS, results)
+    write_settings(output, exits, "max-prob", [result.threshold for result in results])
     return results
+
+
+def check_exits(exits: Sequence[int], num_layers: int) -> None:
+    """See that heads can go there.
+
+    Raises:
+        ConfigError: exits are out of order, repeated or outside the model.
+    """
+    if not exits or list(exits) != sorted(set(exits)) or exits[0] < 1 or exits[-1] >= num_layers:
+        raise ConfigError(f"--exits must be increasing counts of layers in 1 … {num_layers - 1}, got {list(exits)}")
 
 
 def fit(decoder: Decoder, answers: Sequence[Answered], exits: Sequence[int]) -> tuple[list[Tensor], int]:
     """The map A of each exit, bfloat16 [d, d] on the CPU, fitted in float64, and the number of tokens fitted to."""
-    d, eps = decoder.config.hidden_size, decoder.config.norm_eps
-    squares = torch.zeros(len(exits), d, d, dtype=torch.float64)
-    products = torch.zeros(len(exits), d, d, dtype=torch.float64)
-    tokens = 0
-    for *states, final in hidden_states(decoder, answers, [*exits, decoder.num_layers]):
-        y = rms_norm(final.float(), None, eps)
-        tokens += len(y)
-        for i, state in enumerate(states):
-            x = rms_norm(state.float(), None, eps)
-            squares[i] += (x.T @ x).cpu()
-            products[i] += (x.T @ y).cpu()
-    ridge = RIDGE * squares.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None] * torch.eye(d, dtype=torch.float64)
-    maps = torch.linalg.solve(squares + ridge, products).transpose(1, 2)
+    maps, tokens = solve(hidden_states(decoder, answers, [*exits, decoder.num_layers]), decoder.config.norm_eps)
     return [a.to(torch.bfloat16).contiguous() for a in maps], tokens
+
+
+def solve(groups: Iterable[Sequence[Tensor]], eps: float) -> tuple[Tensor, int]:
+    """Least-squares maps from hidden states, accumulated and solved in float64.
+
+    Args:
+        groups: pieces of the data; each holds the states at the k exits and then the final ones, [n, d] each.
+        eps: of the model's norms.
+
+    Returns:
+        A of each exit, [k, d, d] on the CPU, and the number of tokens.
+    """
+    squares, products, tokens = torch.zeros(()), torch.zeros(()), 0
+    for *states, final in groups:
+        y = rms_norm(final.float(), None, eps)
+        xs = [rms_norm(state.float(), None, eps) for state in states]
+        squares = squares + torch.stack([x.T @ x for x in xs]).to("cpu", torch.float64)
+        products = products + torch.stack([x.T @ y for x in xs]).to("cpu", torch.float64)
+        tokens += len(y)
+    identity = torch.eye(squares.shape[-1], dtype=torch.float64)
+    ridge = RIDGE * squares.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None] * identity
+    return torch.linalg.solve(squares + ridge, products).transpose(1, 2), tokens
 
 
 def judge(decoder: Decoder, answers: Sequence[Answered], heads: HeadsFile) -> list[ExitResult]:
@@ -163,74 +176,6 @@ def _results(layers: list[int], bare: Tensor, agree: Tensor, confidence: Tensor)
     return results
 
 
-def smallest_threshold(confidence: Tensor, agree: Tensor) -> float:
-    """Smallest threshold (four digits, rounded up) with precision `PRECISION` among the tokens at or above it.
-
-    Args:
-        confidence: [n].
-        agree: [n] bool, whether the token is the full model's.
-    """
-    ordered, order = confidence.sort(descending=True)
-    counts = torch.arange(1, len(order) + 1)
-    precision = agree[order].double().cumsum(0) / counts
-    # Equals leave together, so only the last of them can be where to stop.
-    last_of_equals = torch.cat((ordered[:-1] > ordered[1:], torch.ones(1, dtype=torch.bool)))
-    enough = (precision >= PRECISION) & (counts >= _MIN_LEAVING) & last_of_equals
-    if not enough.any():
-        return inf
-    lowest = ordered[enough.nonzero()[-1]].double()
-    return min(1.0, float((lowest * 1e4).ceil() / 1e4))
-
-
 def _predict(head: ExitHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
     probability, token = head.logits(hidden).float().softmax(dim=-1).max(dim=-1)
     return token.cpu(), probability.cpu()
-
-
-def _prepare(output: Path) -> None:
-    """Make the folder and see that it takes files, before the long work."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=output).close()
-    except OSError as error:
-        raise EeinferError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from None
-
-
-def _full_depth(loaded: Loaded) -> Loaded:
-    settings = loaded.settings
-    return replace(loaded, settings=replace(settings, batching=replace(settings.batching, strategy="full")))
-
-
-def _requests(prompts: Path | BinaryIO, num_prompts: int | None, note: Callable[[str], None]) -> list[Request]:
-    lines = read_prompt_file(prompts, limit=num_prompts)
-    bad = [line for line in lines if isinstance(line, LineError)]
-    if bad:
-        note(f"{len(bad)} unusable lines are left out; the first: {bad[0].message}")
-    return [line for line in lines if isinstance(line, Request)]
-
-
-def _held_out(request_id: str) -> bool:
-    """A tenth of the prompts, by a hash of their id, so that the split does not depend on their order or number."""
-    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big") < DEV_SHARE * 2**64
-
-
-def _data_fingerprint(answers: Sequence[Answered]) -> str:
-    digest = sha256()
-    for answer in sorted(answers, key=lambda a: a.id):
-        digest.update(repr((answer.id, answer.tokens)).encode())
-    return "sha256:" + digest.hexdigest()
-
-
-def _write_settings(path: Path, results: Sequence[ExitResult]) -> None:
-    table: dict[str, Any] = {
-        "exits": {
-            "layers": [result.layers_executed for result in results],
-            "measure": "max-prob",
-            "threshold": [result.threshold for result in results],
-        }
-    }
-    comment = (
-        f"# Thresholds at which, on held-out prompts, {PRECISION:.0%} of the tokens that leave agree with the full\n"
-        f"# model's. They carry no statistical guarantee.\n"
-    )
-    path.write_text(comment + tomli_w.dumps(table), encoding="utf-8")
