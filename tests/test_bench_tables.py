@@ -97,7 +97,7 @@ def test_one_repeat_says_that_it_has_no_spread() -> None:
 def test_missing_figures_are_told_with_a_reason() -> None:
     made = report(cell(timed=False, memory=None), cell("split", judged=False, timed=False))
     text = printed(made)
-    assert "– under exit efficiency: it needs the breakdown of full" in text
+    assert "– under exit efficiency: no layer was skipped" in text
     assert "– under loss, strict loss, identical: the answers were not judged." in text
     assert "– under peak memory GiB" in text
     assert "Not measured: where a decode step went." in text
