@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eeinfer.bench.curve import CURVE_THRESHOLDS, Curve, curve_markdown, curve_table, curves, curves_json
+from eeinfer.bench.curve import CURVE_THRESHOLDS, Curve, curve_table, curves, curves_json
 from eeinfer.bench.plot import check_plot, plot_curve
+from eeinfer.bench.tables import markdown_table, print_table
 from eeinfer.errors import EeinferError
 
 
@@ -152,12 +153,12 @@ def test_json_is_whole_and_plain() -> None:
 
 def rows_of(curve: Curve) -> list[list[str]]:
     """Cells of the markdown table, its rule left out."""
-    lines = [line for line in curve_markdown(curve).splitlines() if line.startswith("|")]
+    lines = [line for line in markdown_table(curve_table(curve)).splitlines() if line.startswith("|")]
     return [line.strip("|").split("|") for line in (lines[0], *lines[2:])]
 
 
 def test_the_markdown_has_full_first_and_no_empty_column() -> None:
-    text = curve_markdown(only(REPORT))
+    text = markdown_table(curve_table(only(REPORT)))
     assert text.startswith("**split at 18, 24: batch 32, prompts as they are, 64 new tokens**\n\n|")
     assert [[cell.strip() for cell in row] for row in rows_of(only(REPORT))] == [
         ["threshold", "speed-up", "layers", "loss", "strict", "identical", "Pareto"],
@@ -181,7 +182,7 @@ def test_it_fits_a_terminal_of_120_columns() -> None:
     report = report_of(FULL, *(cell("split", [t, t], [120, 170, 110], 0.02) for t in (0.5, 0.9)))
     report["cells"][1]["quality"] |= {"rouge_l": 0.25, "exact_match": 0.125}
     console = Console(width=120, record=True, file=StringIO())
-    console.print(curve_table(only(report)))
+    print_table(curve_table(only(report)), console)
     lines = console.export_text().splitlines()
     assert any("1.10 (0.85 to 1.20) in the noise" in line and "12.50%" in line for line in lines)
 

@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from eeinfer.bench.columns import ratio_text
 from eeinfer.bench.metrics import Ratio, full_of, summarise
-from eeinfer.bench.tables import MISSING
+from eeinfer.bench.tables import MISSING, Table
 from eeinfer.errors import EeinferError
 
 # Dense near 1: with the packaged heads the loss is about full's own at 0.9999 and some 8 % at 0.95.
@@ -166,36 +163,10 @@ def _point_json(point: CurvePoint) -> dict[str, Any]:
 
 
 def curve_table(curve: Curve) -> Table:
-    """A curve for the terminal, with `full` above its points."""
-    headers, *rows = _lines(curve)
-    table = Table(
-        title=f"{curve.name}: {curve.work}",
-        caption=_PARETO,
-        title_justify="left",
-        caption_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for header in headers:
-        table.add_column(header, justify="left" if header == headers[0] else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def curve_markdown(curve: Curve) -> str:
-    """A curve as GitHub markdown."""
-    headers, *rows = _lines(curve)
-    rule = ["---", *["---:"] * (len(headers) - 1)]
-    lines = [f"| {' | '.join(row)} |" for row in (headers, rule, *rows)]
-    return "\n".join([f"**{curve.name}: {curve.work}**", "", *lines, "", _PARETO, ""])
-
-
-def _lines(curve: Curve) -> list[tuple[str, ...]]:
-    """Headers and rows; columns that no row fills are left out."""
+    """A curve in rows, `full` above its points; columns that no row fills are left out."""
     columns = zip(_HEADERS, *(_row(point) for point in (curve.full, *curve.points)), strict=True)
-    return list(zip(*(column for column in columns if set(column[1:]) != {MISSING}), strict=True))
+    headers, *rows = zip(*(column for column in columns if set(column[1:]) != {MISSING}), strict=True)
+    return Table(f"{curve.name}: {curve.work}", headers, tuple(rows), 1, (_PARETO,))
 
 
 def _row(point: CurvePoint) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     rows = rows_of(report)
     above = "  \n".join(heading(report))
     below = "\n".join(f"- {note}" for note in notes(report, rows))
-    return "\n\n".join([above, *map(_markdown_table, tables(rows)), below]) + "\n"
+    return "\n\n".join([above, *map(markdown_table, tables(rows)), below]) + "\n"
 
 
 def csv_text(report: Mapping[str, Any]) -> str:
@@ -131,7 +131,8 @@ def _missing(shown: Sequence[Column], texts: Mapping[Column, Sequence[str | None
     return [f"{MISSING} under {', '.join(names)}: {why}." for why, names in headers.items()]
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """One table as GitHub markdown."""
     rule = ["---"] * table.labels + ["---:"] * (len(table.headers) - table.labels)
     escaped = [[text.replace("|", "\\|") for text in row] for row in (table.headers, *table.rows)]
     lines = [f"| {' | '.join(row)} |" for row in (escaped[0], rule, *escaped[1:])]

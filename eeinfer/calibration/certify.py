@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from eeinfer.calibration.aim import Aim
 from eeinfer.calibration.bounds import largest_mean, prompts_needed, smallest_tolerance
-from eeinfer.calibration.judge import Judge, Progress, Sample
+from eeinfer.calibration.judge import PROBE, Judge, Progress, Sample
 from eeinfer.calibration.loss import TIE
 from eeinfer.calibration.path import Point, build_path
 from eeinfer.calibration.prompts import (
@@ -33,7 +33,6 @@ from eeinfer.errors import ConfigError, EeinferError
 from eeinfer.exits.files import load_heads
 
 PILOT = 100  # path prompts that choose the starting step
-_PROBE = 0.5  # a threshold that keeps every exit in use
 
 
 def certify(
@@ -107,7 +106,7 @@ def _exit_sets(asked: Sequence[Layers], settings: Settings, located: Located, no
                 f"exits.layers: {located.heads} has no head after {', '.join(map(str, unknown))} layers; it has "
                 f"{', '.join(map(str, tuned))}: name some of these, or pass --heads none for the model's own head"
             )
-        exit_settings = replace(settings.exits, layers=exits, threshold=(_PROBE,) * len(exits))
+        exit_settings = replace(settings.exits, layers=exits, threshold=(PROBE,) * len(exits))
         split_settings = replace(settings.batching, strategy="split")
         plan_exits(replace(settings, exits=exit_settings, batching=split_settings), located, note)
     return sets

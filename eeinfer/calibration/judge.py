@@ -26,7 +26,7 @@ from eeinfer.errors import EeinferError, RequestError
 from eeinfer.exits.check import Exit
 
 _GROUP = 32  # answers judged together: what an interruption can cost
-_PROBE = 0.5  # a threshold that keeps every exit in use
+PROBE = 0.5  # a threshold that keeps every exit in use
 
 Progress = Callable[[str], None]
 
@@ -124,7 +124,7 @@ class Judge:
 
     def exits(self, layers: tuple[int, ...]) -> tuple[Exit, ...]:
         """The exits with their heads on the model."""
-        settings = self.settings_of(layers, (_PROBE,) * len(layers))
+        settings = self.settings_of(layers, (PROBE,) * len(layers))
         runner = build_runner(settings, self.model, self._planned(settings), cache=self._cache)
         self._cache = runner.cache
         return runner.exits

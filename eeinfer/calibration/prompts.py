@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 from eeinfer.core.request import Request
 from eeinfer.engine.encode import encode
-from eeinfer.engine.prompt_file import LineError, read_prompt_file
 from eeinfer.engine.prompt_id import prompt_id
 from eeinfer.errors import ConfigError, EeinferError, RequestError
 from eeinfer.exits.files import CONFIG_NAME
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
+from eeinfer.training.prompts import read_requests
 
 PATH_SHARE = 0.25
 MOST_PATH_PROMPTS = 300  # more fix the path no better
@@ -46,10 +46,7 @@ def read_prompts(source: Path | BinaryIO, note: Note, *, limit: int | None = Non
     Raises:
         EeinferError: the file cannot be read, or no line is a prompt.
     """
-    entries = read_prompt_file(source, limit=limit)
-    requests = [entry for entry in entries if isinstance(entry, Request)]
-    if bad := [entry for entry in entries if isinstance(entry, LineError)]:
-        note(f"{len(bad)} unusable lines are left out; the first: {bad[0].message}")
+    requests = read_requests(source, limit, note)
     if not requests:
         raise EeinferError("no line of the prompts is usable; see `eeinfer generate --help` for what a line is")
     first: dict[str, Request] = {}

@@ -277,8 +277,8 @@ def _curves(report: Report) -> list[Curve]:
 
 def _show(report: Report, form: str, found: list[Curve]) -> None:
     """The report on standard output, and its curves."""
-    from eeinfer.bench.curve import curve_markdown, curve_table
-    from eeinfer.bench.tables import csv_text, markdown, print_report
+    from eeinfer.bench.curve import curve_table
+    from eeinfer.bench.tables import csv_text, markdown, markdown_table, print_report, print_table
 
     match form:
         case "json":
@@ -286,11 +286,11 @@ def _show(report: Report, form: str, found: list[Curve]) -> None:
         case "csv":
             typer.echo(csv_text(report), nl=False)
         case "md":
-            typer.echo(markdown(report) + "".join(f"\n{curve_markdown(one)}" for one in found), nl=False)
+            typer.echo(markdown(report) + "".join(f"\n{markdown_table(curve_table(one))}\n" for one in found), nl=False)
         case _:
             from eeinfer.cli.meter import table_console
 
             console = table_console()
             print_report(report, console)
             for one in found:
-                console.print(curve_table(one))
+                print_table(curve_table(one), console)
