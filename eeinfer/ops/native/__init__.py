@@ -1,0 +1,1 @@
+"""Native kernels for CPUs: C++ sources, how they are built, and the calls."""

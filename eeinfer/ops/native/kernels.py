@@ -1,0 +1,197 @@
+"""The calls into the native kernels, with their torch references.
+
+All tensors are contiguous bfloat16 on the CPU unless said otherwise. A row's result is bitwise the same whatever the
+other rows are: each sum has one order (see `linear.h` and `attention.h`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eeinfer.ops.token_batch import TokenBatch
+
+HEAD_SIZES = (32, 64, 96, 128, 256)
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim")] + [
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _LayerWeights(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            *("attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down"),
+            *("qkv_bias", "output_bias", "gate_up_bias", "down_bias", "q_norm", "k_norm"),
+        )
+    ]
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("count", "table_width", "block_size")] + [
+        (name, ctypes.c_void_p) for name in ("positions", "slots", "owners", "block_tables", "cos", "sin")
+    ]
+
+
+class Times(ctypes.Structure):
+    """Nanoseconds spent in the parts of layers since the last `clear`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("linear", "attention", "rest")]
+    linear: int
+    attention: int
+    rest: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Sizes of a layer; `eps` of its RMS norms; scores are multiplied by `scale`."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+
+
+class PackedLinear:
+    """A matrix of bfloat16 [columns, inputs] in the order in which the kernel reads it; inputs are even."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
+        self.columns, self.inputs = weight.shape
+        self.packed = _pack(library, weight)
+        self._library = library
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, inputs] to [n, columns]; the reference is `torch.nn.functional.linear`."""
+        x = x.contiguous()
+        out = torch.empty(len(x), self.columns, dtype=x.dtype)
+        args = (_at(x), len(x), self.inputs, _at(self.packed), self.columns, None, _at(out), torch.get_num_threads())
+        self._library.ee_linear(*args)
+        return out
+
+
+class NativeLayers:
+    """Transformer layers of one shape: pre-norm, rotary positions, grouped query heads, a gated MLP with SiLU.
+
+    Args:
+        library: see `eeinfer.ops.native.library.load`.
+        sizes: head_dim is one of `HEAD_SIZES`; hidden and intermediate are even.
+        layers: the tensors of each layer by the names of `eeinfer.model.weights.LayerWeights`, biases and norms of
+            heads None where there are none. They are copied where their order changes.
+        times: takes the time spent in layers; None: it is not measured.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        sizes: LayerSizes,
+        layers: Sequence[Mapping[str, Tensor | None]],
+    ) -> None:
+        assert sizes.head_dim in HEAD_SIZES, "callers look before they ask"
+        self._library = library
+        self._sizes = _Sizes(
+            *(sizes.hidden, sizes.intermediate, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps, sizes.scale)
+        )
+        self._kv = (sizes.kv_heads, sizes.head_dim)
+        self._held = [_prepared(library, layer) for layer in layers]  # the structures below point into these
+        self._layers = (_LayerWeights * len(layers))(
+            *(_LayerWeights(**{n: _at(t) for n, t in layer.items()}) for layer in self._held)
+        )
+
+    def layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        batch: TokenBatch,
+        cache: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        times: Times | None = None,
+    ) -> Tensor:
+        """Run one layer; the reference is `eeinfer.model.decoder.Decoder`'s layer in torch.
+
+        Args:
+            index: which one.
+            hidden: [n, d].
+            batch: the n tokens.
+            cache: [2, num_blocks, block_size, kv_heads, head_dim], the layer's; K and V are written in place.
+            rotation: float32 [n, 1, head_dim / 2] each.
+            times: takes the time spent, if given.
+
+        Returns:
+            [n, d].
+        """
+        out = torch.empty_like(hidden)
+        cos, sin = rotation
+        tables = batch.block_tables.contiguous()
+        tokens = _Tokens(
+            *(len(hidden), tables.shape[1], cache.shape[2], _at(batch.positions), _at(batch.slots)),
+            *(_at(batch.owners), _at(tables), _at(cos), _at(sin)),
+        )
+        self._library.ee_layer(
+            *(ctypes.byref(self._sizes), ctypes.byref(self._layers[index]), ctypes.byref(tokens)),
+            *(_at(cache[0]), _at(cache[1]), _at(hidden), _at(out), torch.get_num_threads()),
+            None if times is None else ctypes.byref(times),
+        )
+        return out
+
+    def project_kv(self, first_layer: int, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """K (rotated) and V of the layers from `first_layer` on; the reference is `Decoder.project_kv` in torch.
+
+        Args:
+            first_layer: first of the m layers up to the last.
+            hidden: [n, d], what all of them are given.
+            rotation: float32 [n, 1, head_dim / 2] each.
+
+        Returns:
+            [m, n, kv_heads, head_dim] each.
+        """
+        hidden = hidden.contiguous()
+        count = len(self._held) - first_layer
+        k, v = (torch.empty(count, len(hidden), *self._kv, dtype=hidden.dtype) for _ in range(2))
+        cos, sin = rotation
+        self._library.ee_project_kv(
+            *(ctypes.byref(self._sizes), ctypes.byref(self._layers[first_layer]), count, _at(hidden), len(hidden)),
+            *(_at(cos), _at(sin), _at(k), _at(v), torch.get_num_threads()),
+        )
+        return k, v
+
+
+def _prepared(library: ctypes.CDLL, layer: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The tensors of a layer as the kernels read them."""
+
+    def one(name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or name not in {"qkv", "output", "gate_up", "down"}:
+            return tensor
+        return _pack_gate_up(library, tensor) if name == "gate_up" else _pack(library, tensor)
+
+    return {name: one(name, tensor) for name, tensor in layer.items()}
+
+
+def _pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+    columns, inputs = weight.shape
+    library.ee_packed_size.restype = ctypes.c_int64
+    packed = torch.empty(library.ee_packed_size(columns, inputs), dtype=weight.dtype)
+    library.ee_pack(_at(weight), columns, inputs, _at(packed))
+    return packed
+
+
+def _pack_gate_up(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+    gate, up = weight.chunk(2)
+    width, inputs = gate.shape
+    packed = torch.empty(-(-width // 16) * 32 * inputs, dtype=weight.dtype)
+    library.ee_pack_gate_up(_at(gate), _at(up), width, inputs, _at(packed))
+    return packed
+
+
+def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())

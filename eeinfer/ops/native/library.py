@@ -1,0 +1,97 @@
+"""Builds the native kernels on first use and loads them; says why where that cannot be.
+
+Nothing but a C++ compiler is needed. The result is kept in the model store, under a name that tells apart sources,
+flags and compilers, so that it is built once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+SOURCES = Path(__file__).parent
+FLAGS = (
+    *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
+    *("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+    "-mprefer-vector-width=512",
+)
+CPU_FLAGS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
+COMPILERS = ("c++", "g++", "clang++")
+
+
+class Unavailable(Exception):  # noqa: N818 - a reason, not an error: callers fall back to torch
+    """Why there are no native kernels here, in words that name the fix where there is one."""
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can do, as Linux spells it; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler: `$CXX`, or the first of the usual names."""
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def load(folder: Path) -> ctypes.CDLL:
+    """The library, built into `folder` if it is not there yet.
+
+    Raises:
+        Unavailable: the CPU lacks instructions, there is no compiler, or it failed.
+    """
+    if platform.system() != "Linux":
+        raise Unavailable(f"native kernels are for Linux, and this is {platform.system()}")
+    if missing := sorted(CPU_FLAGS - cpu_flags()):
+        raise Unavailable(f"this CPU has no {', '.join(missing)}")
+    return _load(folder)
+
+
+@cache
+def _load(folder: Path) -> ctypes.CDLL:
+    found = compiler()
+    if found is None:
+        raise Unavailable("there is no C++ compiler; install g++ or set CXX")
+    path = folder / f"kernels-{_digest(found)}.so"
+    try:
+        if not path.exists():
+            _build(found, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be made or loaded: {error}") from None
+
+
+def _digest(compiler_path: str) -> str:
+    about = sha256(" ".join((*FLAGS, compiler_path)).encode())
+    about.update(str(Path(compiler_path).resolve().stat().st_size).encode())
+    for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
+        about.update(source.read_bytes())
+    return about.hexdigest()[:16]
+
+
+def _build(compiler_path: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Two processes may build at once: each writes a file of its own, and the last to rename wins.
+    with NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
+        target = Path(file.name)
+    try:
+        command = [compiler_path, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own sources
+        if done.returncode:
+            last = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+            raise Unavailable(f"{compiler_path} failed: {last}")
+        target.chmod(0o755)
+        target.replace(path)
+    finally:
+        target.unlink(missing_ok=True)
