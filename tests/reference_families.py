@@ -165,6 +165,30 @@ class PlainGpt2(PlainLlama):
         return x
 
 
+class PlainGptNeo(PlainGpt2):
+    """GPT-Neo: separate projections without biases, scores as they are, and windows in every second layer."""
+
+    heads_key, layers_key = "num_heads", "num_layers"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.scale = 1.0
+        self.windows = [self.config["window_size"] if i % 2 else None for i in range(self.num_layers)]
+
+    def _rename(self, old: str, new: str) -> None:
+        for part in "qkv":
+            self.weights[f"{new}.self_attn.{part}_proj.weight"] = self.weights[
+                f"{old}.attn.attention.{part}_proj.weight"
+            ]
+        for theirs, ours in (
+            ("attn.attention.out_proj", "self_attn.o_proj"),
+            ("mlp.c_fc", "mlp.up"),
+            ("mlp.c_proj", "mlp.down"),
+        ):
+            for kind in ("weight", "bias"):
+                self.weights[f"{new}.{ours}.{kind}"] = self.weights[f"{old}.{theirs}.{kind}"]
+
+
 REFERENCES = {
     "mistral": PlainMistral,
     "gemma2": PlainGemma,
@@ -172,6 +196,7 @@ REFERENCES = {
     "olmo2": PlainOlmo2,
     "phi3": PlainPhi3,
     "gpt2": PlainGpt2,
+    "gpt_neo": PlainGptNeo,
 }
 
 

@@ -44,6 +44,7 @@ GEMMA2 = {"architectures": ["Gemma2ForCausalLM"]}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 2}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_head": 4, "n_layer": 2}
+GPT_NEO = {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "num_heads": 4}
 LONGROPE = {"short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 32}
 # What config.json says of each trait of the tensors.
 TRAITS: dict[str, dict[str, Any]] = {
@@ -410,6 +411,7 @@ def test_traits_of_a_plain_config(folder: Path) -> None:
         (GPT2, {"intermediate_size": 32, "max_position": 1024, "tied": False, "head_dim": 2, "qkv_bias": True}),
         ({**GPT2, "tie_word_embeddings": None, "n_positions": 9}, {"tied": True, "max_position": 9}),
         ({**GPT2, "scale_attn_weights": False}, {"attention_scale": 1.0}),
+        ({**GPT_NEO, "attention_types": [[["local", "global"], 1]]}, {"windows": (256, None), "attention_scale": 1.0}),
     ],
 )
 def test_spellings_and_defaults(folder: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -477,6 +479,8 @@ def test_rope_kinds(folder: Path, key: str, spelling: str, kind: str, values: di
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
         ({**GPT2, "n_head": 3}, ["8", "3 heads"]),
         ({**GPT2, "activation_function": "tanh"}, ["activation_function", "'tanh'"]),
+        ({**GPT_NEO, "attention_types": [[["global"], 1]]}, ["attention_types", "2 layers"]),
+        ({**GPT_NEO, "attention_types": [3]}, ["attention_types", "[3]"]),
     ],
 )
 def test_config_errors_name_file_and_key(folder: Path, changes: dict[str, Any], words: list[str]) -> None:

@@ -89,6 +89,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 256,
         "eos_token_id": 257,
     },
+    "gpt-neo": {
+        "architectures": ["GPTNeoForCausalLM"],
+        "model_type": "gpt_neo",
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_layers": 6,
+        "attention_types": [[["global", "local"], 3]],
+        "window_size": 5,
+        "max_position_embeddings": 160,
+        "vocab_size": 272,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    },
 }
 
 
@@ -147,6 +164,9 @@ def parts(config: dict[str, Any]) -> Iterator[Part]:
             yield from _decoder(config, [*norms, *fused])
         case "gpt2":
             yield from _gpt(config, config["n_layer"], {"attn.c_attn": 3, "attn.c_proj": 1})
+        case "gpt_neo":
+            names = {f"attn.attention.{name}_proj": 1 for name in ("q", "k", "v", "out")}
+            yield from _gpt(config, config["num_layers"], names)
         case kind:
             raise AssertionError(kind)
 

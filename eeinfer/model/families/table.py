@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eeinfer.errors import ModelError
-from eeinfer.model.families import gemma, gpt2, llama, olmo2, phi3
+from eeinfer.model.families import gemma, gpt2, gpt_neo, llama, olmo2, phi3
 from eeinfer.model.families.traits import ModelConfig
 from eeinfer.model.folder import CONFIG_FILE, read_json
 
@@ -21,6 +21,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], ModelConfig]] = {
     "Olmo2ForCausalLM": olmo2.olmo2,
     "Phi3ForCausalLM": phi3.phi3,
     "GPT2LMHeadModel": gpt2.gpt2,
+    "GPTNeoForCausalLM": gpt_neo.gpt_neo,
 }
 
 
