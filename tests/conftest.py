@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from reference import PlainLlama
+from reference_families import plain_model
 from tiny import load_decoder, write_model
 
 from eeinfer import LLM
@@ -58,7 +59,7 @@ def tiny_decoder(tiny_model: Callable[[str], Path]) -> Callable[..., Decoder]:
 @pytest.fixture(scope="session")
 def plain(tiny_model: Callable[[str], Path]) -> Callable[[str], PlainLlama]:
     """The plain reference of a variant."""
-    return cache(lambda variant: PlainLlama(tiny_model(variant)))
+    return cache(lambda variant: plain_model(tiny_model(variant)))
 
 
 @pytest.fixture

@@ -48,14 +48,26 @@ class PlainLlama:
         self.weights: dict[str, Vector] = {}
         for path in folder.glob("*.safetensors"):
             self.weights |= {name: array.astype(np.float64) for name, array in load_file(path).items()}
+        self.config = config = self._settings(config)
         self.num_layers: int = config["num_hidden_layers"]
         self.heads: int = config["num_attention_heads"]
         self.kv_heads: int = config["num_key_value_heads"]
         self.head_dim: int = config.get("head_dim") or config["hidden_size"] // self.heads
         self.eps: float = config["rms_norm_eps"]
         self.head_name = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
-        rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]} | (config["rope_scaling"] or {})
-        self.frequencies = frequencies(self.head_dim, rope)
+        rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]} | (
+            config.get("rope_scaling") or {}
+        )
+        self.rope = [rope] * self.num_layers
+        self.scale = 1 / math.sqrt(self.head_dim)
+        self.windows: list[int | None] = [None] * self.num_layers
+        if config.get("use_sliding_window"):
+            first = config["max_window_layers"]
+            self.windows = [config["sliding_window"] if i >= first else None for i in range(self.num_layers)]
+
+    def _settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The config with the keys of Llama's; other families spell some otherwise."""
+        return config
 
     def generate(self, prompt: Sequence[int], depths: Sequence[int], completion: str) -> Trace:
         """Generate len(depths) tokens greedily; token j leaves after depths[j] layers, the first at full depth."""
@@ -82,31 +94,56 @@ class PlainLlama:
         return self.weights[f"{self.head_name}.weight"] @ self._norm("model.norm", hidden)
 
     def _run(self, token: int, position: int, depth: int, trace: Trace) -> Vector:
-        hidden = self.weights["model.embed_tokens.weight"][token]
+        hidden = self._embed(token, position)
         for layer in range(depth):
             hidden = self._layer(layer, hidden, position, trace)
         return hidden
 
+    def _embed(self, token: int, position: int) -> Vector:
+        """`position` is for models that add something for it."""
+        assert position >= 0
+        return self.weights["model.embed_tokens.weight"][token]
+
     def _layer(self, layer: int, hidden: Vector, position: int, trace: Trace) -> Vector:
         name = f"model.layers.{layer}"
-        normed = self._norm(f"{name}.input_layernorm", hidden)
+        normed = self._read_by_attention(layer, hidden)
         key, value = self._key_value(layer, normed, position)
         trace.keys[layer].append(key)
         trace.values[layer].append(value)
         query = self._heads(f"{name}.self_attn.q", normed)
+        window = self.windows[layer] or len(trace.keys[layer])
+        keys, values = trace.keys[layer][-window:], trace.values[layer][-window:]
         outputs = []
         for head in range(self.heads):
             group = head // (self.heads // self.kv_heads)
-            rotated = self._rotate(query[head], position)
-            scores = np.array([rotated @ k[group] for k in trace.keys[layer]]) / math.sqrt(self.head_dim)
+            rotated = self._rotate(query[head], position, layer)
+            scores = self._bounded(np.array([rotated @ k[group] for k in keys]) * self.scale)
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
-            outputs.append(sum(w * v[group] for w, v in zip(weights, trace.values[layer], strict=True)))
-        hidden = hidden + self._linear(f"{name}.self_attn.o_proj", np.concatenate(outputs))
-        normed = self._norm(f"{name}.post_attention_layernorm", hidden)
+            outputs.append(sum(w * v[group] for w, v in zip(weights, values, strict=True)))
+        attended = self._linear(f"{name}.self_attn.o_proj", np.concatenate(outputs))
+        return self._mlp(name, self._add_attention(name, hidden, attended))
+
+    def _read_by_attention(self, layer: int, hidden: Vector) -> Vector:
+        return self._norm(f"model.layers.{layer}.input_layernorm", hidden)
+
+    def _bounded(self, scores: Vector) -> Vector:
+        return scores
+
+    def _add_attention(self, name: str, hidden: Vector, attended: Vector) -> Vector:
+        assert name
+        return hidden + attended
+
+    def _mlp(self, name: str, hidden: Vector) -> Vector:
+        return hidden + self._gated(name, self._norm(f"{name}.post_attention_layernorm", hidden))
+
+    def _gated(self, name: str, normed: Vector) -> Vector:
         gate = self._linear(f"{name}.mlp.gate_proj", normed)
         up = self._linear(f"{name}.mlp.up_proj", normed)
-        return hidden + self._linear(f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+        return self._linear(f"{name}.mlp.down_proj", self._activation(gate) * up)
+
+    def _activation(self, x: Vector) -> Vector:
+        return x / (1 + np.exp(-x))
 
     def _complete(self, completion: str, depth: int, hidden: Vector, position: int, trace: Trace) -> None:
         """K and V of the layers from `depth` on, for a token that left with `hidden`."""
@@ -117,16 +154,14 @@ class PlainLlama:
                 trace.keys[layer].append(trace.keys[depth - 1][-1])
                 trace.values[layer].append(trace.values[depth - 1][-1])
             else:
-                key, value = self._key_value(
-                    layer, self._norm(f"model.layers.{layer}.input_layernorm", hidden), position
-                )
+                key, value = self._key_value(layer, self._read_by_attention(layer, hidden), position)
                 trace.keys[layer].append(key)
                 trace.values[layer].append(value)
 
     def _key_value(self, layer: int, normed: Vector, position: int) -> tuple[Vector, Vector]:
         key = self._heads(f"model.layers.{layer}.self_attn.k", normed)
         value = self._heads(f"model.layers.{layer}.self_attn.v", normed)
-        return np.stack([self._rotate(head, position) for head in key]), value
+        return np.stack([self._rotate(head, position, layer) for head in key]), value
 
     def _heads(self, name: str, normed: Vector) -> Vector:
         """The heads of q, k or v, [heads, head_dim], before rotation. Qwen3 normalises each head of q and of k."""
@@ -148,26 +183,55 @@ class PlainLlama:
         product = self.weights[f"{name}.weight"] @ x
         return product + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else product
 
-    def _rotate(self, x: Vector, position: int) -> Vector:
-        half = self.head_dim // 2
-        rotated = np.empty_like(x)
+    def _rotate(self, x: Vector, position: int, layer: int) -> Vector:
+        speeds, factor = frequencies(self.head_dim, self.rope[layer]), rope_factor(self.rope[layer])
+        half = len(speeds)
+        rotated = x.copy()  # what is left of a head that turns in part stays
         for i in range(half):
-            angle = position * float(self.frequencies[i])
-            rotated[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-            rotated[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+            angle = position * float(speeds[i])
+            rotated[i] = factor * (x[i] * math.cos(angle) - x[i + half] * math.sin(angle))
+            rotated[i + half] = factor * (x[i + half] * math.cos(angle) + x[i] * math.sin(angle))
         return rotated
 
 
 def frequencies(head_dim: int, rope: dict[str, Any]) -> torch.Tensor:
     """Rotary frequencies in float32: the precision checkpoints were trained with is part of the definition."""
-    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if kind in {"default", "dynamic"}:  # dynamic scaling begins beyond the longest context
         return plain
     if kind == "linear":
         return plain / rope["factor"]
+    if kind == "yarn":
+        return _yarn(plain, rope)
+    if kind == "longrope":
+        return plain / torch.tensor(rope["short_factor"])
     assert kind == "llama3"
     return torch.stack([_llama3(frequency, rope) for frequency in plain])
+
+
+def rope_factor(rope: dict[str, Any]) -> float:
+    """Of the kinds that sharpen attention in longer contexts."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "yarn":
+        return 0.1 * math.log(rope["factor"]) + 1
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(rope["factor"]) / math.log(rope["original_max_position_embeddings"]))
+    return 1.0
+
+
+def _yarn(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Kept where a frequency turns beta_fast times or more in the original context, divided where it hardly turns."""
+
+    def dimension(turns: float) -> float:
+        wanted = turns * 2 * math.pi / rope["original_max_position_embeddings"]
+        return -math.log(wanted) / math.log(rope["rope_theta"]) * len(plain)
+
+    low = max(math.floor(dimension(rope["beta_fast"])), 0)
+    high = min(math.ceil(dimension(1)), 2 * len(plain) - 1)
+    shares = [min(max((i - low) / (high - low), 0), 1) for i in range(len(plain))]
+    return torch.stack([f * (1 - s) + f / rope["factor"] * s for f, s in zip(plain, shares, strict=True)])
 
 
 def _llama3(frequency: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:

@@ -80,6 +80,9 @@ def test_shards_do_not_matter(tmp_path: Path, base: Path) -> None:
         {"attention_bias": False, "tie_word_embeddings": False, "rope_scaling": None},
         {"max_position_embeddings": 99},
         {"sliding_window": 64, "use_sliding_window": False},
+        {"layer_types": ["full_attention"] * 3},
+        {"max_window_layers": 9},
+        {"final_logit_softcapping": None},
     ],
 )
 def test_spelling_and_notes_in_the_config_do_not_matter(tmp_path: Path, base: Path, change: dict[str, Any]) -> None:
@@ -98,10 +101,24 @@ def test_spelling_and_notes_in_the_config_do_not_matter(tmp_path: Path, base: Pa
         {"model_type": "qwen2"},
         {"sliding_window": 64},
         {"sliding_window": 64, "use_sliding_window": True},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"rope_local_base_freq": 10000.0},
+        {"partial_rotary_factor": 0.5},
+        {"query_pre_attn_scalar": 64},
+        {"n_head": 3},
     ],
 )
 def test_what_decides_the_numbers_matters(tmp_path: Path, base: Path, change: dict[str, Any]) -> None:
     assert fingerprint(save(tmp_path / "other", CONFIG | change, [tensors()])) != fingerprint(base)
+
+
+def test_gemmas_two_bases_have_two_spellings(tmp_path: Path) -> None:
+    old = CONFIG | {"rope_local_base_freq": 100, "rope_scaling": {"rope_type": "linear", "factor": 2}}
+    whole = {"rope_type": "linear", "factor": 2.0, "rope_theta": CONFIG["rope_theta"]}
+    nested = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    new = CONFIG | {"rope_theta": None, "rope_parameters": nested}
+    found = [fingerprint(save(tmp_path / name, c, [tensors()])) for name, c in (("old", old), ("new", new))]
+    assert found[0] == found[1]
 
 
 def test_rope_scaling_has_two_spellings(tmp_path: Path) -> None:

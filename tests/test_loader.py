@@ -16,7 +16,7 @@ from eeinfer.errors import ModelError
 from eeinfer.model.families import model_config
 from eeinfer.model.folder import read_json, weight_files
 from eeinfer.model.loader import load_weights
-from eeinfer.model.weights import Weights, destinations
+from eeinfer.model.weights import Weights, destinations, empty_weights, stored
 
 CPU = torch.device("cpu")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,6 +38,14 @@ CONFIG: dict[str, Any] = {
 LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 32}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 4}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 2}
+YARN = {"factor": 2.0, "original_max_position_embeddings": 32.0, "beta_fast": 30.0, "truncate": False}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"]}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 2}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_head": 4, "n_layer": 2}
+GPT_NEO = {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "num_heads": 4}
+LONGROPE = {"short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 32}
 # What config.json says of each trait of the tensors.
 TRAITS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
@@ -193,6 +201,39 @@ def test_a_tied_model_may_bring_its_head_twice(folder: Path) -> None:
     assert weights.lm_head is weights.embedding
 
 
+def test_old_gpt2_checkpoints_lack_the_prefix_and_bring_masks(tmp_path: Path) -> None:
+    config = GPT2 | {"vocab_size": 10, "n_positions": 6, "n_inner": 12, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    empty = empty_weights(model_config(tmp_path), torch.float32, CPU)
+    source = {
+        name.removeprefix("transformer."): torch.rand(view.shape)
+        for name, view in destinations(model_config(tmp_path), empty)
+    }
+    save_file(source | {"h.0.attn.bias": torch.ones(1), "h.1.attn.masked_bias": torch.ones(1)}, tmp_path / SINGLE)
+    weights = load(tmp_path)
+    assert torch.equal(weights.embedding, source["wte.weight"])
+    assert torch.equal(weights.qkv[1], source["h.1.attn.c_attn.weight"].T)
+    assert torch.equal(stored(weights)["qkv_bias"][1], source["h.1.attn.c_attn.bias"])
+
+
+def test_gains_beside_one_keep_their_digits(tmp_path: Path) -> None:
+    """1 + 0.0117 in bfloat16 would be 1.0078."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | GEMMA2))
+    config = model_config(tmp_path)
+    source = {
+        name: torch.full(view.shape, 0.01171875, dtype=torch.bfloat16)
+        for name, view in destinations(config, empty_weights(config, torch.bfloat16, CPU))
+    }
+    save_file(source, tmp_path / SINGLE)
+    weights = load(tmp_path, torch.bfloat16)
+    for gain in (weights.final_norm, weights.attention_norm, weights.post_mlp_norm):
+        assert gain is not None
+        assert gain.dtype is torch.float32
+        assert (gain == 1.01171875).all()
+    assert (weights.qkv == 0.01171875).all()
+    assert weights.qkv.dtype is torch.bfloat16
+
+
 def test_derived_tensors_of_old_checkpoints_are_ignored(folder: Path) -> None:
     edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}))
     expect(load(folder), tensors())
@@ -331,12 +372,46 @@ def test_traits_of_a_plain_config(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, {"rope_theta": 7.0}),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 5000.0}),
         ({"architectures": ["Other", "LlamaForCausalLM"]}, {"num_layers": 2}),
+        ({"rope_scaling": {"rope_type": "longrope", **LONGROPE}}, {"max_position": 32}),
         (QWEN2, {"qkv_bias": True, "output_bias": False, "qk_norm": False, "head_dim": 2}),
         ({**QWEN2, "attention_bias": True}, {"output_bias": False}),  # not one of this family's keys
         ({**QWEN3, "head_dim": None}, {"qkv_bias": False, "output_bias": False, "qk_norm": True, "head_dim": 128}),
         ({**QWEN3, "attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
         ({**QWEN3, "max_position_embeddings": None}, {"max_position": 32768}),
-        ({**QWEN3, "layer_types": ["full_attention"] * 2}, {"num_layers": 2}),
+        ({**QWEN3, "layer_types": ["full_attention"] * 2}, {"windows": ()}),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, {"windows": (None, 4)}),
+        ({**QWEN2, "use_sliding_window": True}, {"windows": ()}),  # the first 28 layers have none
+        (
+            {**QWEN3, "use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
+            {"windows": (4, 4)},
+        ),
+        (MISTRAL, {"windows": (4096, 4096), "head_dim": 2, "qkv_bias": False}),
+        ({**MISTRAL, "sliding_window": 6}, {"windows": (6, 6)}),
+        (
+            GEMMA2,
+            {"windows": (4096, None), "attention_softcap": 50.0, "logit_softcap": 30.0, "attention_scale": 1 / 16},
+        ),
+        ({**GEMMA2, "tie_word_embeddings": None}, {"tied": True, "head_dim": 256, "attention_scale": 1 / 16}),
+        ({**GEMMA3, "rope_theta": None}, {"rope_theta": 1e6, "local_rope_theta": 1e4, "windows": (4096, 4096)}),
+        ({**GEMMA3, "sliding_window_pattern": 2, "sliding_window": 3}, {"windows": (3, None), "logit_softcap": None}),
+        ({**GEMMA3, "layer_types": ["full_attention"] * 2}, {"windows": ()}),
+        (
+            {
+                **GEMMA3,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8, "rope_theta": 9},
+                    "sliding_attention": {"rope_theta": 3},
+                },
+            },
+            {"rope_theta": 9.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "local_rope_theta": 3.0},
+        ),
+        (PHI3, {"rotary_dim": 2, "windows": (), "norm_eps": 1e-5}),
+        ({**PHI3, "sliding_window": 5, "num_attention_heads": 1, "num_key_value_heads": 1}, {"windows": (5, 5)}),
+        ({**PHI3, "rope_scaling": {"type": "su", **LONGROPE}}, {"max_position": 32}),
+        (GPT2, {"intermediate_size": 32, "max_position": 1024, "tied": False, "head_dim": 2, "qkv_bias": True}),
+        ({**GPT2, "tie_word_embeddings": None, "n_positions": 9}, {"tied": True, "max_position": 9}),
+        ({**GPT2, "scale_attn_weights": False}, {"attention_scale": 1.0}),
+        ({**GPT_NEO, "attention_types": [[["local", "global"], 1]]}, {"windows": (256, None), "attention_scale": 1.0}),
     ],
 )
 def test_spellings_and_defaults(folder: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -346,7 +421,10 @@ def test_spellings_and_defaults(folder: Path, changes: dict[str, Any], expected:
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("spelling", ["rope_type", "type"])
-@pytest.mark.parametrize(("kind", "values"), [("default", {}), ("linear", {"factor": 2.0}), ("llama3", LLAMA3)])
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [("default", {}), ("linear", {"factor": 2.0}), ("dynamic", {"factor": 2.0}), ("llama3", LLAMA3), ("yarn", YARN)],
+)
 def test_rope_kinds(folder: Path, key: str, spelling: str, kind: str, values: dict[str, Any]) -> None:
     scaling = model_config(config_of(folder, **{key: {spelling: kind, **values}})).rope_scaling
     assert scaling["rope_type"] == kind
@@ -356,7 +434,7 @@ def test_rope_kinds(folder: Path, key: str, spelling: str, kind: str, values: di
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": None}, ["architecture", "LlamaForCausalLM"]),
         ({"architectures": 5}, ["architecture"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
@@ -374,9 +452,11 @@ def test_rope_kinds(folder: Path, key: str, spelling: str, kind: str, values: di
         ({"rope_theta": "x"}, ["rope_theta"]),
         ({"rope_theta": 0}, ["rope_theta"]),
         ({"rope_theta": 10**400}, ["rope_theta"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, ["'yarn'", "linear"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, ["'dynamic'"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["'longrope'"]),
+        ({"rope_scaling": {"type": "mrope", "factor": 2}}, ["'mrope'", "linear"]),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ["'dynamic'", "factor"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": -1}}, ["beta_fast"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["short_factor"]),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, "x"]}}, ["short_factor"]),
         ({"rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["'llama3'", "low_freq_factor"]),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["factor"]),
@@ -384,11 +464,23 @@ def test_rope_kinds(folder: Path, key: str, spelling: str, kind: str, values: di
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, ["low_freq_factor"]),
         ({"rope_scaling": "linear"}, ["rope_scaling"]),
         ({"rope_scaling": ["linear"]}, ["rope_scaling"]),
-        ({**QWEN2, "use_sliding_window": True}, ["use_sliding_window is true", "not supported"]),
-        ({**QWEN3, "use_sliding_window": True}, ["use_sliding_window is true", "not supported"]),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": "1"}, ["max_window_layers", "'1'"]),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 0}, ["sliding_window", "0"]),
+        ({**QWEN3, "use_sliding_window": True, "layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
+        ({**QWEN3, "use_sliding_window": True, "layer_types": ["chunked"] * 2}, ["layer_types", "'chunked'"]),
+        ({**MISTRAL, "sliding_window": -1}, ["sliding_window", "-1"]),
         ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
-        ({**QWEN3, "rope_scaling": {"type": "yarn", "factor": 4}}, ["'yarn'"]),
         ({**QWEN3, "hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
+        ({**GEMMA3, "hidden_activation": "silu"}, ["hidden_activation", "'silu'"]),
+        ({**GEMMA3, "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({**GEMMA3, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, ["'linear'"]),
+        ({**PHI3, "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
+        ({**PHI3, "rope_scaling": {"type": "su", "short_factor": [1, 2, 3]}}, ["short_factor", "1 numbers"]),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+        ({**GPT2, "n_head": 3}, ["8", "3 heads"]),
+        ({**GPT2, "activation_function": "tanh"}, ["activation_function", "'tanh'"]),
+        ({**GPT_NEO, "attention_types": [[["global"], 1]]}, ["attention_types", "2 layers"]),
+        ({**GPT_NEO, "attention_types": [3]}, ["attention_types", "[3]"]),
     ],
 )
 def test_config_errors_name_file_and_key(folder: Path, changes: dict[str, Any], words: list[str]) -> None:

@@ -15,7 +15,7 @@ from eeinfer.core.plan import Draw, Row
 from eeinfer.ops.attention import paged_attention, store_kv
 from eeinfer.ops.logit_stats import logit_stats
 from eeinfer.ops.norm import at_least_float32, rms_norm
-from eeinfer.ops.rope import SCALING_KEYS, SCALINGS, inverse_frequencies, rotate, rotations
+from eeinfer.ops.rope import Rotary, inverse_frequencies, rotary, rotate, rotations
 from eeinfer.ops.token_batch import TokenBatch, slot_of
 from eeinfer.runner.row_pool import CacheShape, RowPool
 
@@ -25,6 +25,13 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+
+LONGROPE = {
+    "short_factor": [1 + i / 20 for i in range(32)],
+    "long_factor": [1 + i / 5 for i in range(32)],
+    "factor": 8.0,
+    "original_max_position_embeddings": 4096,
 }
 
 
@@ -77,7 +84,8 @@ def test_inverse_frequencies(head_dim: int, theta: float) -> None:
 def test_rotate_is_complex_multiplication() -> None:
     x, positions = normal(6, 3, 10), torch.tensor([0, 1, 5, 77, 1000, 8191])
     frequencies = inverse_frequencies(10, 10_000.0)
-    out = rotate(x, rotations(positions, frequencies, torch.float64))
+    turning = Rotary(frequencies, 1.0)
+    out = rotate(x, rotations(positions, turning, torch.float64))
     pairs = torch.complex(x[..., :5], x[..., 5:])
     angles = positions[:, None].double() * frequencies.double()
     turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -88,12 +96,10 @@ def test_rotate_is_complex_multiplication() -> None:
 
 def test_scores_depend_on_distance_only() -> None:
     q, k = normal(1, 1, 8), normal(1, 1, 8, seed=1)
-    frequencies = inverse_frequencies(8, 500.0)
+    turning = Rotary(inverse_frequencies(8, 500.0), 1.0)
 
     def score(at_q: int, at_k: int) -> float:
-        turned = [
-            rotate(x, rotations(torch.tensor([at]), frequencies, torch.float64)) for x, at in ((q, at_q), (k, at_k))
-        ]
+        turned = [rotate(x, rotations(torch.tensor([at]), turning, torch.float64)) for x, at in ((q, at_q), (k, at_k))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-9)
@@ -101,7 +107,7 @@ def test_scores_depend_on_distance_only() -> None:
 
 
 def test_rotation_is_computed_wide_and_returned_narrow() -> None:
-    cos, sin = rotations(torch.tensor([4001]), inverse_frequencies(4, 10_000.0), torch.bfloat16)
+    cos, sin = rotations(torch.tensor([4001]), Rotary(inverse_frequencies(4, 10_000.0), 1.0), torch.bfloat16)
     assert cos.dtype is sin.dtype is torch.float32
     assert cos.shape == (1, 1, 2)
     same(cos.double()[0, 0], torch.tensor([math.cos(4001), math.cos(40.01)]).double(), 1e-5)
@@ -111,12 +117,15 @@ def test_rotation_is_computed_wide_and_returned_narrow() -> None:
     same(out, rotate(x.float(), (cos, sin)).bfloat16())
 
 
+def scaled_by(kind: str, **values: float) -> Tensor:
+    return rotary(64, 500_000.0, {"rope_type": kind, **values}).frequencies
+
+
 def test_scaling_of_each_kind() -> None:
     plain = inverse_frequencies(64, 500_000.0)
-    assert set(SCALINGS) == set(SCALING_KEYS)
-    same(SCALINGS["default"](plain, {}), plain)
-    same(SCALINGS["linear"](plain, {"factor": 4.0}), plain / 4)
-    scaled = SCALINGS["llama3"](plain, LLAMA3)
+    same(scaled_by("default"), plain)
+    same(scaled_by("linear", factor=4.0), plain / 4)
+    scaled = scaled_by("llama3", **LLAMA3)
     wavelength = 2 * math.pi / plain
     short, long = wavelength < 8192 / 4, wavelength > 8192
     assert short.any()
@@ -129,17 +138,33 @@ def test_scaling_of_each_kind() -> None:
     assert (between.diff() < 0).all()
 
 
-@pytest.mark.parametrize(("kind", "scaling"), [("default", {}), ("linear", {"factor": 2.5}), ("llama3", LLAMA3)])
-def test_frequencies_equal_those_of_transformers(kind: str, scaling: dict[str, Any]) -> None:
+YARN = {"factor": 8.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "truncate": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling", "extra"),
+    [
+        ("default", {}, {}),
+        ("linear", {"factor": 2.5}, {}),
+        ("dynamic", {"factor": 2.5}, {}),
+        ("llama3", LLAMA3, {}),
+        ("yarn", YARN, {"attention_factor": 0.1 * math.log(8) + 1}),
+        ("yarn", YARN | {"truncate": False, "beta_fast": 20}, {"attention_factor": 0.1 * math.log(8) + 1}),
+        ("yarn", YARN | {"attention_factor": 1.5}, {}),
+        ("longrope", LONGROPE, {"attention_factor": math.sqrt(1 + math.log(8) / math.log(4096))}),
+    ],
+)
+def test_rotary_equals_that_of_transformers(kind: str, scaling: dict[str, Any], extra: dict[str, float]) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rope = {"rope_type": kind, "rope_theta": 50_000.0, **scaling}
     keys: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 32768}
-    keys |= {"rope_theta": 50_000.0, "rope_scaling": rope}  # spelled so that releases 4 and 5 take it
-    config = LlamaConfig(**keys)
-    theirs = LlamaRotaryEmbedding(config).inv_freq
-    same(SCALINGS[kind](inverse_frequencies(64, 50_000.0), scaling), theirs, 1e-6)
+    keys |= {"rope_theta": 50_000.0, "rope_scaling": dict(rope)}  # spelled so that releases 4 and 5 take it
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**keys))
+    ours = rotary(64, 50_000.0, rope | extra)
+    same(ours.frequencies, theirs.inv_freq, 1e-6)
+    assert ours.factor == pytest.approx(theirs.attention_scaling, rel=1e-9)
 
 
 # Token batches
@@ -151,6 +176,25 @@ def test_slots() -> None:
     assert slot_of(tables, torch.tensor([2, 0]), 1).tolist() == [9, 1]
     assert slot_of(tables, torch.tensor([15, 15]), 16).tolist() == [127, 31]
     assert slot_of(tables, torch.tensor([16, 15]), 16).tolist() == [32, 31]
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 100])
+def test_a_window_narrows_every_mask(window: int) -> None:
+    tables = torch.tensor([[3, 0, 6], [1, 4, 7], [2, 5, 8]])
+    decode = TokenBatch.decode(torch.tensor([2, 5, 9]), tables, 4)
+    positions = [[0, 1, 2, 3], [5, 6], [1, 4, 8]]  # a whole prompt, a chunk, and a replay with gaps
+    ragged = TokenBatch.ragged(positions, tables, 4)
+    assert decode.within(None) is decode
+    (mask,) = decode.within(window).masks
+    assert mask is not None
+    for row, position in zip(mask[:, 0, 0].tolist(), [2, 5, 9], strict=True):
+        assert [i for i, seen in enumerate(row) if seen] == list(range(max(0, position - window + 1), position + 1))
+    for queries, mask in zip(positions, ragged.within(window).masks, strict=True):
+        if mask is None:
+            assert len(queries) <= window
+            continue
+        for position, row in zip(queries, mask.tolist(), strict=True):
+            assert [i for i, seen in enumerate(row) if seen] == list(range(max(0, position - window + 1), position + 1))
 
 
 def test_decode_batch() -> None:
@@ -230,14 +274,18 @@ class Paged:
         width = max(len(self.tables[i]) for i in sequences)
         return torch.tensor([self.tables[i] + [self.padding] * (width - len(self.tables[i])) for i in sequences])
 
-    def naive(self, q: Tensor, sequence: int, position: int) -> Tensor:
+    def naive(
+        self, q: Tensor, sequence: int, position: int, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """One query [heads, head_dim], head by head, key by key."""
-        out = []
+        out, first = [], max(0, position + 1 - (window or position + 1))
         for head in range(self.heads):
             kv = head // (self.heads // self.kv_heads)
-            scores = [float(q[head] @ self.keys[sequence][p, kv]) * 0.4 for p in range(position + 1)]
+            scores = [float(q[head] @ self.keys[sequence][p, kv]) * 0.4 for p in range(first, position + 1)]
+            if softcap is not None:
+                scores = [softcap * math.tanh(score / softcap) for score in scores]
             weights = special.softmax(np.array(scores))
-            out += [sum(w * self.values[sequence][p, kv] for p, w in enumerate(weights))]
+            out += [sum(w * self.values[sequence][p, kv] for p, w in enumerate(weights, start=first))]
         return torch.cat(out)
 
 
@@ -268,6 +316,22 @@ def test_ragged_attention(block_size: int, heads: int, kv_heads: int) -> None:
     flat = [(i, p) for i, row in enumerate(positions) for p in row]
     for row, (i, p) in enumerate(flat):
         same(out[row], paged.naive(q[row], i, p))
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_with_a_window_and_capped_scores(window: int | None, softcap: float | None) -> None:
+    paged = Paged([5, 9, 7, 6], 4, 6, 2)
+    positions = [list(range(5)), [3, 4, 5, 6, 7, 8], [6], [0, 2, 3, 5]]
+    q = normal(sum(map(len, positions)), 6, 6, seed=8)
+    ragged = TokenBatch.ragged(positions, paged.table([0, 1, 2, 3]), 4).within(window)
+    out = paged_attention(q, paged.cache, ragged, 0.4, softcap)
+    for row, (i, p) in enumerate((i, p) for i, own in enumerate(positions) for p in own):
+        same(out[row], paged.naive(q[row], i, p, window, softcap))
+    decode = TokenBatch.decode(torch.tensor([4, 8, 6, 5]), paged.table([0, 1, 2, 3]), 4).within(window)
+    out = paged_attention(q[:4], paged.cache, decode, 0.4, softcap)
+    for i, p in enumerate([4, 8, 6, 5]):
+        same(out[i], paged.naive(q[i], i, p, window, softcap))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

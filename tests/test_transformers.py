@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from reference import PlainLlama, frequencies
-from tiny import LLAMA3, VARIANTS, Loop, Script, load_decoder, sequence
+from tiny import EOS, LLAMA3, VARIANTS, Loop, Script, load_decoder, sequence
+from tiny_families import CONFIGS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eeinfer import LLM, Request, SamplingParams
 from eeinfer.core.plan import Draw, Outcome, Pass, Plan
 from eeinfer.core.sequence import Sequence
 from eeinfer.model.decoder import Decoder
-from eeinfer.ops.rope import SCALINGS, inverse_frequencies
+from eeinfer.ops.rope import rotary
 from eeinfer.ops.token_batch import TokenBatch
 from eeinfer.runner.sampler import sample
 
@@ -67,7 +68,10 @@ def test_logits_equal_transformers(variant: str, tiny_model: Callable[[str], Pat
     config = decoder.config
     cache = torch.zeros(config.num_layers, 2, 13, block_size, config.num_kv_heads, config.head_dim)
     batch = TokenBatch.ragged([range(len(s)) for s in sequences], tables, block_size)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(variant), dtype=torch.float32, attn_implementation="eager")
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        tiny_model(variant), dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values()), "the tiny model has the tensors of its family"
     with torch.inference_mode():
         hidden, _ = decoder.run(range(config.num_layers), decoder.embed(torch.cat(sequences)), batch, cache)
         actual = decoder.logits(hidden).split([len(s) for s in sequences])
@@ -75,13 +79,27 @@ def test_logits_equal_transformers(variant: str, tiny_model: Callable[[str], Pat
     for a, b in zip(actual, expected, strict=True):
         assert b.std() > 1
         assert (a - b).abs().max() < 1e-4
+        assert torch.equal(a.argmax(-1), b.argmax(-1))
+
+
+@pytest.mark.parametrize("variant", ["gqa", "qwen2-window", "qwen3", "rope-yarn", *CONFIGS])
+def test_greedy_tokens_equal_transformers(variant: str, tiny_model: Callable[[str], Path]) -> None:
+    """Two sequences decoded together, well beyond the windows of those that have them."""
+    decoder = load_decoder(tiny_model(variant), torch.float32)
+    sequences = [sequence(str(n), range(n, 2 * n), 14, eos_token_ids=frozenset({EOS})) for n in (5, 12)]
+    Loop(decoder).run(sequences)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(variant), dtype=torch.float32, attn_implementation="eager")
+    for s in sequences:
+        ids = torch.tensor([s.tokens[: s.prompt_tokens]])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 14, "do_sample": False}
+        assert model.generate(ids, **options)[0, s.prompt_tokens :].tolist() == s.generated
 
 
 @pytest.mark.parametrize("rope", [{"rope_theta": 1e5}, {"rope_theta": 1e4, "type": "linear", "factor": 4.0}, LLAMA3])
 def test_rotary_frequencies(rope: dict[str, float | str]) -> None:
     """Float32 as in training, to the bit, and close to the same formula in float64."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    actual = SCALINGS[kind](inverse_frequencies(16, float(rope["rope_theta"])), rope)
+    actual = rotary(16, float(rope["rope_theta"]), rope | {"rope_type": kind}).frequencies
     assert actual.dtype == torch.float32
     assert torch.equal(actual, frequencies(16, rope))
     plain = float(rope["rope_theta"]) ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_families
 import torch
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -62,6 +63,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 40,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 4},
     "gqa": {},
@@ -83,6 +91,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "tie_word_embeddings": True,
     },
+    "rope-dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "rope-yarn": {"head_dim": 16, "rope_parameters": YARN},
+    "qwen2-window": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "sliding_window": 6,
+        "use_sliding_window": True,
+        "max_window_layers": 3,
+    },
+    **tiny_families.CONFIGS,  # these are whole configs
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -93,9 +111,10 @@ CHAT_TEMPLATE = (
 def write_model(folder: Path, variant: str) -> Path:
     """The model `variant` in a new folder; always the same weights."""
     folder.mkdir(parents=True)
-    config = BASE | VARIANTS[variant]
+    config = tiny_families.CONFIGS.get(variant) or BASE | VARIANTS[variant]
     (folder / "config.json").write_text(json.dumps(config))
-    _write_weights(folder, _weights(config, np.random.default_rng(7)), shards=3 if variant == "sharded" else 1)
+    make = tiny_families.weights if variant in tiny_families.CONFIGS else _weights
+    _write_weights(folder, make(config, np.random.default_rng(7)), shards=3 if variant == "sharded" else 1)
     _write_tokenizer(folder)
     return folder
 

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.weights import LayerWeights, Weights, layer_views
+from eeinfer.ops.activation import ACTIVATIONS
 from eeinfer.ops.attention import paged_attention, store_kv
-from eeinfer.ops.norm import at_least_float32, rms_norm
-from eeinfer.ops.rope import SCALINGS, inverse_frequencies, rotate, rotations
+from eeinfer.ops.norm import at_least_float32, layer_norm, rms_norm
+from eeinfer.ops.rope import Rotary, rotary, rotate, rotations
 from eeinfer.ops.token_batch import TokenBatch
+
+Map = Callable[[Tensor], Tensor]
+Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]  # x, gain, bias, eps
 
 
 class Decoder:
-    """A pre-norm transformer with rotary positions, grouped query heads and a gated MLP.
+    """A transformer with grouped query heads, made of the parts that its family's traits ask for.
 
-    A trait of the family is a tensor that is there or not: biases, and norms of the heads of q and k before rotation.
+    A trait is a tensor that is there or not (biases, norms), or a function chosen here (norm, MLP, activation).
 
     Args:
         config: sizes and traits.
-        weights: on one device, in one number type.
+        weights: on one device, in one number type; gains may be wider.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.weights = weights
         self._layers = layer_views(weights, config.num_layers)
-        plain = inverse_frequencies(config.head_dim, config.rope_theta)
-        scaled = SCALINGS[config.rope_scaling["rope_type"]](plain, config.rope_scaling)
-        self._frequencies = scaled.to(weights.embedding.device)
         self._head_sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        # Rounded as the embeddings are, which is how the families that have it were trained.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        self._scale = config.attention_scale or config.head_dim**-0.5
+        self._norm = _rms_norm if config.norm == "rms" else layer_norm
+        self._mlp = partial(_gated_mlp if config.gated else _plain_mlp, ACTIVATIONS[config.activation])
+        self._windows = config.windows or (None,) * config.num_layers
+        self._rotaries = _rotaries(config, self.device)
+        local = len(self._rotaries) - 1
+        self._turned_by = [local if window else 0 for window in self._windows]
 
     @property
     def num_layers(self) -> int:
@@ -49,8 +62,9 @@ class Decoder:
         return self.weights.embedding.device
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Hidden states [n, d] of token ids [n]."""
-        return F.embedding(tokens, self.weights.embedding)
+        """Hidden states [n, d] of token ids [n]; learned positions are added by the first layer's `run`."""
+        embedded = F.embedding(tokens, self.weights.embedding)
+        return embedded if self.config.embedding_scale == 1.0 else embedded * self._embedding_scale
 
     def run(self, layers: range, hidden: Tensor, batch: TokenBatch, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Run consecutive layers on a flat, ragged set of tokens. The only layer loop there is.
@@ -64,26 +78,49 @@ class Decoder:
         Returns:
             The output of the last of the layers, and that of the one before it (or `hidden`), [n, d] each.
         """
-        rotation = rotations(batch.positions, self._frequencies, hidden.dtype)
+        if self.weights.positions is not None and layers.start == 0:
+            hidden = hidden + F.embedding(batch.positions, self.weights.positions)
+        turns = self._turns(batch.positions, hidden.dtype)
+        batches = {window: batch.within(window) for window in set(self._windows[layers.start : layers.stop])}
         before = hidden
         for index in layers:
             before = hidden
-            hidden = self._layer(self._layers[index], hidden, batch, cache[index], rotation)
+            seen, turn = batches[self._windows[index]], turns[self._turned_by[index]]
+            hidden = self._layer(self._layers[index], hidden, seen, cache[index], turn)
         return hidden, before
 
+    def _turns(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor] | None]:
+        """The rotation of each kind of layer."""
+        return [None if r is None else rotations(positions, r, dtype) for r in self._rotaries]
+
     def _layer(
-        self, w: LayerWeights, hidden: Tensor, batch: TokenBatch, cache: Tensor, rotation: tuple[Tensor, Tensor]
+        self,
+        w: LayerWeights,
+        hidden: Tensor,
+        batch: TokenBatch,
+        cache: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        config = self.config
-        normed = rms_norm(hidden, w.attention_norm, config.norm_eps)
+        normed = self._normed(hidden, w.attention_norm, w.attention_norm_bias)
         q, k, v = F.linear(normed, w.qkv, w.qkv_bias).split(self._head_sizes, dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))
-        if w.q_norm is not None:
-            q, k = rms_norm(q, w.q_norm, config.norm_eps), rms_norm(k, w.k_norm, config.norm_eps)
-        attended = self.attend(rotate(q, rotation), rotate(k, rotation), v, cache, batch)
-        hidden = hidden + F.linear(attended, w.output, w.output_bias)
-        gate, up = F.linear(rms_norm(hidden, w.mlp_norm, config.norm_eps), w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, w.down, w.down_bias)
+        q, k, v = self._heads(q, w.q_norm), self._heads(k, w.k_norm), self._heads(v, None)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        attended = F.linear(self.attend(q, k, v, cache, batch), w.output, w.output_bias)
+        hidden = hidden + self._normed(attended, w.post_attention_norm)
+        normed = self._normed(hidden, w.mlp_norm, w.mlp_norm_bias)
+        return hidden + self._normed(self._mlp(w, normed), w.post_mlp_norm)
+
+    def _normed(self, x: Tensor, gain: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """The family's norm; `x` as it is where there is no gain."""
+        return x if gain is None else self._norm(x, gain, bias, self.config.norm_eps)
+
+    def _heads(self, projected: Tensor, gain: Tensor | None) -> Tensor:
+        """Projections [..., heads * head_dim] as [..., heads, head_dim], normalised in pieces as long as `gain`."""
+        if gain is not None:
+            pieces = projected.unflatten(-1, (-1, gain.shape[-1]))
+            projected = rms_norm(pieces, gain, self.config.norm_eps).flatten(-2)
+        return projected.unflatten(-1, (-1, self.config.head_dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: TokenBatch) -> Tensor:
         """Attention of one layer: write K and V of the batch's n tokens, then read those of their sequences.
@@ -99,12 +136,12 @@ class Decoder:
             [n, heads * head_dim], before the output projection.
         """
         store_kv(cache, k, v, batch.slots)
-        return paged_attention(q, cache, batch, self.config.head_dim**-0.5)
+        return paged_attention(q, cache, batch, self._scale, self.config.attention_softcap)
 
     def project_kv(self, first_layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """K (rotated) and V that the layers from `first_layer` on make of the same hidden states, without running them.
 
-        All of them share rms(hidden) (CALM's state propagation).
+        All of them share the norm of `hidden` but for its gain (CALM's state propagation).
 
         Args:
             first_layer: first of the m layers up to the last.
@@ -115,37 +152,89 @@ class Decoder:
             [m, n, kv_heads, head_dim] each.
         """
         w, config = self.weights, self.config
-        q_size = self._head_sizes[0]
-        normed = _rms_norm_by_layer(hidden, w.attention_norm[first_layer:, None], config.norm_eps)
+        q_size, kv_size = self._head_sizes[:2]
         # One product a layer: a batched one over this slice of the stack would copy it first, 3 to 20 times slower.
+        normed = self._normed_by_layer(first_layer, hidden)
         kv = torch.stack([F.linear(x, weight) for x, weight in zip(normed, w.qkv[first_layer:, q_size:], strict=True)])
         if w.qkv_bias is not None:
             kv = kv + w.qkv_bias[first_layer:, None, q_size:]
-        k, v = kv.unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
+        k, v = kv.split(kv_size, dim=-1)
         if w.k_norm is not None:
-            k = _rms_norm_by_layer(k, w.k_norm[first_layer:, None, None], config.norm_eps)
-        return rotate(k, rotations(positions, self._frequencies, hidden.dtype)), v
+            pieces = k.unflatten(-1, (-1, w.k_norm.shape[-1]))
+            k = _scaled(pieces, _rms_norm, w.k_norm[first_layer:, None, None], None, config.norm_eps).flatten(-2)
+        k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (k, v))
+        rotation = self._turns_by_layer(first_layer, positions, hidden.dtype)
+        return k if rotation is None else rotate(k, rotation), v
+
+    def _normed_by_layer(self, first_layer: int, hidden: Tensor) -> Tensor:
+        """What attention reads of `hidden` [n, d] in each of the m layers from `first_layer` on, [m, n, d]."""
+        w = self.weights
+        if w.attention_norm is None:
+            return hidden.expand(self.num_layers - first_layer, *hidden.shape)
+        bias = None if w.attention_norm_bias is None else w.attention_norm_bias[first_layer:, None]
+        return _scaled(hidden, self._norm, w.attention_norm[first_layer:, None], bias, self.config.norm_eps)
+
+    def _turns_by_layer(self, first_layer: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """The rotation of the layers from `first_layer` on: one for all, or stacked, [m, n, 1, rotary_dim / 2]."""
+        turns = self._turns(positions, dtype)
+        if len(turns) == 1:
+            return turns[0]
+        own = [turns[i] for i in self._turned_by[first_layer:]]
+        cos, sin = (torch.stack([turn[part] for turn in own if turn is not None]) for part in (0, 1))
+        return cos, sin
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The norm before the model's own head, [n, d]."""
-        return rms_norm(hidden, self.weights.final_norm, self.config.norm_eps)
+        return self._normed(hidden, self.weights.final_norm, self.weights.final_norm_bias)
 
     def vocabulary(self, normed: Tensor) -> Tensor:
         """Logits [n, V] of normalised hidden states [n, d]."""
-        return F.linear(normed, self.weights.lm_head)
+        return self.capped(F.linear(normed, self.weights.lm_head))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits within the bound of the family, if it has one; any shape."""
+        cap = self.config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [n, V] of its last layer's output [n, d]."""
         return self.vocabulary(self.final_norm(hidden))
 
 
-def _rms_norm_by_layer(x: Tensor, gains: Tensor, eps: float) -> Tensor:
-    """RMS norm with another gain in each of m layers, rounded once at the end; [m, ..., d].
+def _rotaries(config: ModelConfig, device: torch.device) -> list[Rotary | None]:
+    """How positions turn heads: in all layers alike, or without and then with a window."""
+    if config.positions != "rotary":
+        return [None]
+    dim = config.rotary_dim or config.head_dim
+    found = [rotary(dim, config.rope_theta, config.rope_scaling)]
+    if config.local_rope_theta is not None:
+        found.append(rotary(dim, config.local_rope_theta, {"rope_type": "default"}))
+    return [r._replace(frequencies=r.frequencies.to(device)) for r in found]
+
+
+def _rms_norm(x: Tensor, gain: Tensor | None, _: Tensor | None, eps: float) -> Tensor:
+    return rms_norm(x, gain, eps)
+
+
+def _gated_mlp(activation: Map, w: LayerWeights, x: Tensor) -> Tensor:
+    gate, up = F.linear(x, w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
+    return F.linear(activation(gate) * up, w.down, w.down_bias)
+
+
+def _plain_mlp(activation: Map, w: LayerWeights, x: Tensor) -> Tensor:
+    return F.linear(activation(F.linear(x, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+
+
+def _scaled(x: Tensor, norm: Norm, gains: Tensor, biases: Tensor | None, eps: float) -> Tensor:
+    """A norm with another gain and bias in each of m layers, rounded once at the end; [m, ..., d].
 
     Args:
         x: [n, d], the same in all layers, or [m, ..., d].
+        norm: without gain and bias.
         gains: [m, 1, ..., d], as many dimensions as the result.
-        eps: added to the mean square.
+        biases: alike, or None.
+        eps: of the norm.
     """
     wide = at_least_float32(x.dtype)
-    return (rms_norm(x.to(wide), None, eps) * gains.to(wide)).to(x.dtype)
+    scaled = norm(x.to(wide), None, None, eps) * gains.to(wide)
+    return (scaled if biases is None else scaled + biases.to(wide)).to(x.dtype)

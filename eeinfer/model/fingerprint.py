@@ -34,6 +34,21 @@ NUMERIC_FIELDS = (
     "attention_bias",
     "mlp_bias",
     "sliding_window",
+    "sliding_window_pattern",
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "n_embd",
+    "n_inner",
+    "n_layer",
+    "n_head",
+    "num_layers",
+    "num_heads",
+    "layer_norm_epsilon",
+    "activation_function",
+    "window_size",
+    "attention_types",
 )
 
 
@@ -71,6 +86,11 @@ def fingerprint(folder: Path) -> str:
 
 def _numeric_config(config: dict[str, Any]) -> dict[str, Any]:
     fields = {name: config[name] for name in NUMERIC_FIELDS if config.get(name)} | _heads(config)
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and "sliding_attention" in kinds:  # some releases list the types where all are the same
+        fields["layer_types"] = kinds
+    if config.get("use_sliding_window"):
+        fields["max_window_layers"] = config.get("max_window_layers")
     if config.get("use_sliding_window") is False:  # Qwen: some releases of transformers keep the size of a window off
         fields.pop("sliding_window", None)
     return {name: _number(value) for name, value in fields.items()} | {"rope": _rope(config)}
@@ -96,9 +116,13 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     transformers 4 has rope_theta and rope_scaling (with `type` in old files), 5 has rope_parameters for everything.
     """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if (local := rope.pop("sliding_attention", None)) or "full_attention" in rope:  # Gemma 3, kept by type of layer
+        rope = (rope.get("full_attention") or {}) | {"local": (local or {}).get("rope_theta")}
+    rope.setdefault("local", config.get("rope_local_base_freq"))
     rope["rope_type"] = rope.pop("rope_type", rope.pop("type", None)) or "default"
     rope.pop("type", None)
     rope.setdefault("rope_theta", config.get("rope_theta"))
+    rope.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rope["rope_type"] != "default":  # some kinds scale with the context length; without scaling it decides nothing
         rope["max_position_embeddings"] = config.get("max_position_embeddings")
     return {key: _number(value) for key, value in rope.items() if value is not None}

@@ -12,10 +12,7 @@ from torch import Tensor
 from eeinfer.errors import ModelError
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.folder import weight_files
-from eeinfer.model.weights import Weights, destinations, empty_weights
-
-# Derived values that older checkpoints carry along.
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+from eeinfer.model.weights import Weights, destinations, empty_weights, stored
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -37,21 +34,28 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     if pending:
         name = next(iter(pending))
         raise ModelError(f"{folder}: tensor {name} is missing from the checkpoint ({len(pending)} in all)")
+    if config.norm_offset:
+        for name, tensor in stored(weights).items():
+            if name.endswith("norm"):
+                tensor.add_(config.norm_offset)
     return weights
 
 
 def _fill(
     name: str, shard: Any, path: Path, pending: dict[str, Tensor], filled: dict[str, Path], config: ModelConfig
 ) -> None:
-    if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and config.tied):
+    if name.endswith(config.names.ignored) or (name == "lm_head.weight" and config.tied):
         return
+    stored_name = name
+    if config.names.prefix_optional and not name.startswith((config.names.prefix, "lm_head.")):
+        name = config.names.prefix + name
     if name in filled:
         raise ModelError(f"{path}: tensor {name} is also in {filled[name]}; keep one of them")
     if name not in pending:
         raise ModelError(f"{path}: unexpected tensor {name}; config.json describes a model without it")
     target = pending.pop(name)
     filled[name] = path
-    shape = tuple(shard.get_slice(name).get_shape())
+    shape = tuple(shard.get_slice(stored_name).get_shape())
     if shape != tuple(target.shape):
         raise ModelError(f"{path}: {name} has shape {shape}, but config.json asks for {tuple(target.shape)}")
-    target.copy_(shard.get_tensor(name))
+    target.copy_(shard.get_tensor(stored_name))

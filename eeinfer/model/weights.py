@@ -14,42 +14,54 @@ import torch
 from torch import Tensor
 
 from eeinfer.model.families import ModelConfig
+from eeinfer.ops.norm import at_least_float32
 
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """All tensors of a decoder with L layers. Biases and norms of heads are `None` where the family has none.
+    """All tensors of a decoder with L layers; `None` where the family has none. Gains hold their offset already.
 
     Attributes:
-        embedding: [V, d]; lm_head: [V, d], the same tensor when tied; final_norm: [d].
-        attention_norm, mlp_norm: [L, d].
+        embedding: [V, d]; lm_head: [V, d], the same tensor when tied; positions: [longest context, d].
+        final_norm: [d], with final_norm_bias.
+        attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: [L, d]; the first and third with biases.
         qkv: [L, (heads + 2 kv_heads) head_dim, d], with qkv_bias; output: [L, d, heads head_dim], with output_bias.
-        gate_up: [L, 2 f, d], with gate_up_bias; down: [L, d, f], with down_bias.
-        q_norm, k_norm: [L, head_dim]; both or neither.
+        gate_up: [L, 2 f, d], or [L, f, d] without a gate, with gate_up_bias; down: [L, d, f], with down_bias.
+        q_norm, k_norm: [L, head_dim], or [L, heads head_dim] and [L, kv_heads head_dim]; both or neither.
     """
 
     embedding: Tensor
     lm_head: Tensor
     final_norm: Tensor
-    attention_norm: Tensor
-    mlp_norm: Tensor
     qkv: Tensor
     output: Tensor
     gate_up: Tensor
     down: Tensor
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    post_attention_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    positions: Tensor | None = None
+    attention_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    final_norm_bias: Tensor | None = None
 
 
 class LayerWeights(NamedTuple):
     """One layer's views into the stacks."""
 
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    attention_norm: Tensor | None
+    attention_norm_bias: Tensor | None
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor | None
+    mlp_norm_bias: Tensor | None
+    post_mlp_norm: Tensor | None
     qkv: Tensor
     output: Tensor
     gate_up: Tensor
@@ -63,31 +75,52 @@ class LayerWeights(NamedTuple):
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Uninitialised weights of the right shapes; the loader checks that every one is filled."""
-    layers, d, f = config.num_layers, config.hidden_size, config.intermediate_size
+    """Uninitialised weights of the right shapes; the loader checks that every one is filled.
+
+    Gains with an offset are small numbers beside 1, so they are kept in float32 or wider: rounded to bfloat16 after
+    the addition they would lose most of their digits.
+    """
+    shapes = {"embedding": (config.vocab_size, config.hidden_size), **_model_shapes(config), **_layer_shapes(config)}
+    gains = at_least_float32(dtype) if config.norm_offset else dtype
+    tensors = {
+        name: torch.empty(shape, dtype=gains if name.endswith("norm") else dtype, device=device)
+        for name, shape in shapes.items()
+    }
+    return Weights(**({"lm_head": tensors["embedding"]} | tensors))
+
+
+def _model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    d = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"final_norm": (d,)}
+    if not config.tied:
+        shapes["lm_head"] = (config.vocab_size, d)
+    if config.positions == "learned":
+        shapes["positions"] = (config.max_position, d)
+    if config.norm == "layer":
+        shapes["final_norm_bias"] = (d,)
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    d, f = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    embedding = new(config.vocab_size, d)
-    return Weights(
-        embedding=embedding,
-        lm_head=embedding if config.tied else new(config.vocab_size, d),
-        final_norm=new(d),
-        attention_norm=new(layers, d),
-        mlp_norm=new(layers, d),
-        qkv=new(layers, q + 2 * kv, d),
-        output=new(layers, d, q),
-        gate_up=new(layers, 2 * f, d),
-        down=new(layers, d, f),
-        qkv_bias=new(layers, q + 2 * kv) if config.qkv_bias else None,
-        output_bias=new(layers, d) if config.output_bias else None,
-        gate_up_bias=new(layers, 2 * f) if config.mlp_bias else None,
-        down_bias=new(layers, d) if config.mlp_bias else None,
-        q_norm=new(layers, config.head_dim) if config.qk_norm else None,
-        k_norm=new(layers, config.head_dim) if config.qk_norm else None,
-    )
+    inner = 2 * f if config.gated else f
+    shapes: dict[str, tuple[int, ...]] = {
+        "qkv": (q + 2 * kv, d),
+        "output": (d, q),
+        "gate_up": (inner, d),
+        "down": (d, f),
+    }
+    shapes |= {"attention_norm": (d,), "mlp_norm": (d,)} if config.pre_norm else {}
+    shapes |= {"attention_norm_bias": (d,), "mlp_norm_bias": (d,)} if config.norm == "layer" else {}
+    shapes |= {"post_attention_norm": (d,), "post_mlp_norm": (d,)} if config.post_norm else {}
+    shapes |= {"qkv_bias": (q + 2 * kv,)} if config.qkv_bias else {}
+    shapes |= {"output_bias": (d,)} if config.output_bias else {}
+    shapes |= {"gate_up_bias": (inner,), "down_bias": (d,)} if config.mlp_bias else {}
+    if config.qk_norm:
+        sizes = (q, kv) if config.qk_norm_whole else (config.head_dim, config.head_dim)
+        shapes |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
+    return {name: (config.num_layers, *shape) for name, shape in shapes.items()}
 
 
 def stored(weights: Weights) -> dict[str, Tensor]:
@@ -114,30 +147,41 @@ def layer_views(weights: Weights, num_layers: int) -> list[LayerWeights]:
 
 
 def destinations(config: ModelConfig, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor name that a checkpoint must have, with the view that it fills. The families name them alike."""
-    yield "model.embed_tokens.weight", weights.embedding
-    yield "model.norm.weight", weights.final_norm
+    """Every tensor name that a checkpoint must have, with the view that it fills."""
+    names = config.names
+    yield f"{names.prefix}{names.embedding}.weight", weights.embedding
     if not config.tied:
         yield "lm_head.weight", weights.lm_head
+    parts = [
+        (names.positions, weights.positions, None),
+        (names.final_norm, weights.final_norm, weights.final_norm_bias),
+    ]
     for index, layer in enumerate(layer_views(weights, config.num_layers)):
-        for name, tensor in _layer_destinations(config, layer):
-            if tensor is not None:
-                yield f"model.layers.{index}.{name}", tensor
+        for name, weight, bias in _layer_destinations(config, layer):
+            parts.append((f"{names.layers}.{index}.{name}", weight, bias))
+    for name, weight, bias in parts:
+        if weight is not None:
+            yield f"{names.prefix}{name}.weight", weight
+        if bias is not None:
+            yield f"{names.prefix}{name}.bias", bias
 
 
-def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Tensor | None]]:
+def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """Name of each part of a layer, with its weight and bias."""
+    names = config.names
+    yield names.attention_norm, layer.attention_norm, layer.attention_norm_bias
+    yield names.post_attention_norm, layer.post_attention_norm, None
+    yield names.mlp_norm, layer.mlp_norm, layer.mlp_norm_bias
+    yield names.post_mlp_norm, layer.post_mlp_norm, None
+    yield names.q_norm, layer.q_norm, None
+    yield names.k_norm, layer.k_norm, None
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    d, f = config.hidden_size, config.intermediate_size
-    yield "input_layernorm.weight", layer.attention_norm
-    yield "post_attention_layernorm.weight", layer.mlp_norm
-    yield "self_attn.q_norm.weight", layer.q_norm
-    yield "self_attn.k_norm.weight", layer.k_norm
-    for names, sizes, weight, bias in (
-        (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), [q, kv, kv], layer.qkv, layer.qkv_bias),
-        (("self_attn.o_proj",), [d], layer.output, layer.output_bias),
-        (("mlp.gate_proj", "mlp.up_proj"), [f, f], layer.gate_up, layer.gate_up_bias),
-        (("mlp.down_proj",), [d], layer.down, layer.down_bias),
+    for parts, sizes, weight, bias in (
+        (names.qkv, [q, kv, kv], layer.qkv, layer.qkv_bias),
+        ((names.output,), [config.hidden_size], layer.output, layer.output_bias),
+        (names.gate_up, [config.intermediate_size] * 2, layer.gate_up, layer.gate_up_bias),
+        ((names.down,), [config.hidden_size], layer.down, layer.down_bias),
     ):
-        for suffix, fused in (("weight", weight), ("bias", bias)):
-            if fused is not None:
-                yield from zip([f"{name}.{suffix}" for name in names], fused.split(sizes), strict=True)
+        cut = sizes if len(parts) == len(sizes) else [len(weight)]  # one name: the checkpoint fuses as we do
+        weights = [part.T if names.transposed else part for part in weight.split(cut)]
+        yield from zip(parts, weights, [None] * len(parts) if bias is None else bias.split(cut), strict=True)

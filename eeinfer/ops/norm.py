@@ -1,4 +1,4 @@
-"""RMS normalisation."""
+"""RMS and layer normalisation."""
 
 from __future__ import annotations
 
@@ -22,3 +22,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """
     wide = at_least_float32(x.dtype)
     return F.rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm (Ba et al. 2016), (x - mean) / sqrt(variance + eps) * weight + bias; types as in `rms_norm`.
+
+    Args:
+        x: [..., d].
+        weight: [d], or None for the parameter-free norm.
+        bias: [d], or None with the parameter-free norm.
+        eps: added to the variance.
+    """
+    wide = at_least_float32(x.dtype)
+    gain, shift = (None if part is None else part.to(wide) for part in (weight, bias))
+    return F.layer_norm(x.to(wide), x.shape[-1:], gain, shift, eps).to(x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,6 +58,36 @@ class TokenBatch:
             masks.append(_causal_mask(flat[start:stop], row))
             start = stop
         return cls(flat, slot_of(block_tables[owner], flat, block_size), block_tables, tuple(queries), tuple(masks))
+
+    def within(self, window: int | None) -> TokenBatch:
+        """The same tokens, each of which sees only the last `window` keys up to its own; None for all of them."""
+        if window is None:
+            return self
+        if self.queries is None:
+            return replace(self, masks=tuple(_narrowed(mask, self.positions, window) for mask in self.masks))
+        masks = tuple(
+            _windowed(mask, self.positions[start:stop], window)
+            for (start, stop), mask in zip(self.queries, self.masks, strict=True)
+        )
+        return replace(self, masks=masks)
+
+
+def _narrowed(mask: Tensor | None, positions: Tensor, window: int) -> Tensor | None:
+    """The mask of a decode, [n, 1, 1, keys], cut to a window."""
+    if mask is None or mask.shape[-1] <= window:
+        return mask
+    keys = torch.arange(mask.shape[-1], device=positions.device)
+    return mask & (keys > (positions - window)[:, None])[:, None, None]
+
+
+def _windowed(mask: Tensor | None, positions: Tensor, window: int) -> Tensor | None:
+    """The mask of one sequence's queries at `positions` [queries], cut to a window; see `TokenBatch.masks`."""
+    context = len(positions) if mask is None else mask.shape[-1]
+    if context <= window:
+        return mask
+    keys = torch.arange(context, device=positions.device)
+    seen = keys > (positions - window)[:, None]
+    return seen & (keys <= positions[:, None]) if mask is None else seen & mask
 
 
 def _causal_mask(queries: Tensor, positions: Sequence[int]) -> Tensor | None:

@@ -157,16 +157,15 @@ class _Run:
 
     @torch.no_grad()
     def _target(self, final: Tensor, vocabulary: Tensor) -> Tensor:
-        return _log_softmax(self.decoder.final_norm(final.to(self.decoder.device)), vocabulary)
+        return self._log_softmax(self.decoder.final_norm(final.to(self.decoder.device)), vocabulary)
 
     def _logs(self, module: nn.Module, hidden: Tensor, vocabulary: Tensor) -> Tensor:
-        return _log_softmax(module(hidden.to(self.decoder.device)), vocabulary)
+        return self._log_softmax(module(hidden.to(self.decoder.device)), vocabulary)
 
-
-def _log_softmax(normed: Tensor, vocabulary: Tensor) -> Tensor:
-    """Log-probabilities in float32 or wider; the product is computed in the model's own type, as when serving."""
-    logits = F.linear(normed.to(vocabulary.dtype), vocabulary)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    def _log_softmax(self, normed: Tensor, vocabulary: Tensor) -> Tensor:
+        """Log-probabilities in float32 or wider; the product is computed in the model's own type, as when serving."""
+        logits = self.decoder.capped(F.linear(normed.to(vocabulary.dtype), vocabulary))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def spread(states: Tensor, most: int) -> Tensor:

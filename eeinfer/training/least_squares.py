@@ -23,6 +23,7 @@ from eeinfer.errors import ConfigError, EeinferError
 from eeinfer.exits.files import HeadsFile, save_heads
 from eeinfer.exits.heads import ExitHead, ExitSpec
 from eeinfer.model.decoder import Decoder
+from eeinfer.model.families import ModelConfig
 from eeinfer.ops.norm import rms_norm
 from eeinfer.training.answers import full_depth
 from eeinfer.training.output import prepare, write_settings
@@ -79,6 +80,7 @@ def tune(
     requests = read_requests(prompts, num_prompts, note)
     llm = LLM.from_loaded(lambda packaged: full_depth(resolve(packaged)), note=note)
     decoder = llm.engine.runner.decoder
+    check_norm(decoder.config)
     check_exits(exits, decoder.num_layers)
     answers = answer_all(llm, requests, note)
     train = [a for a in answers if not held_out(a.id)]
@@ -109,6 +111,19 @@ def tune(
     save_heads(output, llm.located.base, heads, header=header, results=[asdict(result) for result in results])
     write_settings(output, exits, "max-prob", [result.threshold for result in results])
     return results
+
+
+def check_norm(config: ModelConfig) -> None:
+    """See that the formulas of heads fit the model.
+
+    Raises:
+        ConfigError: it has layer norms, whose biases heads lack.
+    """
+    if config.norm != "rms":
+        raise ConfigError(
+            "tune-heads makes heads for models with RMS norms, and this one has layer norms; leave early with the "
+            "model's own norm and head instead: generate --exits N,… --threshold T"
+        )
 
 
 def check_exits(exits: Sequence[int], num_layers: int) -> None:

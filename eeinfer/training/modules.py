@@ -111,7 +111,7 @@ def _mlp(decoder: Decoder, spec: ExitSpec) -> dict[str, Tensor]:
     strength = gate.float().norm(dim=1) * up.float().norm(dim=1) * down.float().norm(dim=0)
     kept = strength.topk(spec.intermediate).indices.sort().values
     return {
-        "mlp_norm.weight": w.mlp_norm[layer],
+        "mlp_norm.weight": torch.ones_like(w.final_norm) if w.mlp_norm is None else w.mlp_norm[layer],
         "mlp.gate_proj.weight": gate[kept],
         "mlp.up_proj.weight": up[kept],
         "mlp.down_proj.weight": DAMPING * down[:, kept],

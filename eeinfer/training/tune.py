@@ -26,7 +26,7 @@ from eeinfer.training.distill import distill, spread
 from eeinfer.training.gates import train_gate
 from eeinfer.training.job import Job, locked, new_accelerator
 from eeinfer.training.judge import Judged, costs_of, figures, fit_temperature, predict
-from eeinfer.training.least_squares import check_exits, solve
+from eeinfer.training.least_squares import check_exits, check_norm, solve
 from eeinfer.training.modules import TrainableHead, initial_tensors
 from eeinfer.training.options import Options
 from eeinfer.training.output import prepare, write_settings
@@ -97,6 +97,7 @@ def tune(
     located = locate(settings.model, note)
     if exits is not None:
         check_exits(exits, located.config.num_layers)
+    check_norm(located.config)
     options.check(located.config.hidden_size, located.config.intermediate_size)
     accelerator = new_accelerator(settings, located)
     if accelerator.num_processes > 1 and not isinstance(prompts, Path):
