@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -20,6 +21,7 @@ from eeinfer.core.request import Request
 from eeinfer.engine.engine import Engine
 from eeinfer.exits.check import Checked, Exit
 from eeinfer.model.decoder import Decoder
+from eeinfer.ops.native.kernels import Times
 from eeinfer.ops.token_batch import TokenBatch
 from eeinfer.runner.model_runner import ModelRunner
 
@@ -53,6 +55,12 @@ class SectionTimer:
             self._switch()
             self._open.pop()
 
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Time that was added to one section belongs to another."""
+        if "completion" not in self._open:
+            self._seconds[source] -= seconds
+            self._seconds[target] += seconds
+
     def take(self) -> dict[str, float]:
         """Seconds by section since the last call."""
         taken, self._seconds = dict(self._seconds), defaultdict(float)
@@ -70,13 +78,20 @@ class TimedDecoder(Decoder):
     """A decoder that keeps time, on the weights of another."""
 
     def __init__(self, decoder: Decoder, timer: SectionTimer) -> None:
-        super().__init__(decoder.config, decoder.weights)
+        super().__init__(decoder.config, decoder.weights, decoder.native)
         self.timer = timer
+        self._times = Times()
+        if self.native is not None:
+            self._layer = partial(self.native.layers.layer, times=self._times)
 
     def run(self, layers: range, hidden: Tensor, batch: TokenBatch, cache: Tensor) -> tuple[Tensor, Tensor]:
         """See Decoder."""
         with self.timer.section("stages"):
-            return super().run(layers, hidden, batch, cache)
+            result = super().run(layers, hidden, batch, cache)
+        # A native layer is one call, which says itself what attention took.
+        self.timer.move("stages", "attention", self._times.attention / 1e9)
+        self._times.attention = 0
+        return result
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: TokenBatch) -> Tensor:
         """See Decoder."""

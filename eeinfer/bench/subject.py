@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from eeinfer.bench import report
 from eeinfer.config.schema import ModelSettings
-from eeinfer.engine.build import Located, Model, Note, device_of, dtype_of, load_model
+from eeinfer.engine.build import Located, Model, Note, device_of, dtype_of, load_model, new_decoder
 from eeinfer.errors import ConfigError
 from eeinfer.exits.files import Base
-from eeinfer.model.decoder import Decoder
 from eeinfer.model.random_weights import random_weights, shape_config
 from eeinfer.model.tokenizer import NoTokenizer
 from eeinfer.model.weights import weight_bytes
@@ -61,7 +60,7 @@ def load_subject(settings: ModelSettings, located: Located, seed: int, note: Not
         ModelError: files that cannot be used.
     """
     if located.folder is not None:
-        return Subject(located, load_model(settings, located))
+        return Subject(located, load_model(settings, located, note))
     config = located.config
     device, dtype = device_of(settings.device), dtype_of(settings.dtype, config.dtype)
     needed, free = weight_bytes(config, dtype), free_memory(device)
@@ -71,4 +70,5 @@ def load_subject(settings: ModelSettings, located: Located, seed: int, note: Not
             f"{free / 2**30:.1f} GiB are free on {device}: take a smaller shape"
         )
     note(f"making up {needed / 2**30:.1f} GiB of random weights in the shape of {located.base.name}")
-    return Subject(located, Model(Decoder(config, random_weights(config, dtype, device, seed)), NoTokenizer()))
+    decoder = new_decoder(settings, config, random_weights(config, dtype, device, seed), note)
+    return Subject(located, Model(decoder, NoTokenizer()))

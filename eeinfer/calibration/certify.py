@@ -80,7 +80,7 @@ def certify(
     tuned = tuned_ids(located.heads, note) if located.heads else set()
     found = without_tuned(found, tuned, note, force=force)
     _check_enough(len(found.certify), aim, len(sets))
-    model = load_model(settings.model, located)
+    model = load_model(settings.model, located, note)
     config = located.config
     path, certifying = (
         encoded(part, model.tokenizer, config.vocab_size, config.max_position, note)

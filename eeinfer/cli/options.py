@@ -32,6 +32,7 @@ FLAGS = {
     "model.heads": Flag(("--heads",), "FOLDER"),
     "model.dtype": Flag(("--dtype",), "NAME"),
     "model.device": Flag(("--device",), "NAME"),
+    "model.kernels": Flag(("--kernels",), "NAME"),
     "exits.layers": Flag(("--exits",), "N,N,…"),
     "exits.threshold": Flag(("--threshold",), "X,X,…"),
     "exits.measure": Flag(("--measure",), "NAME"),

@@ -29,7 +29,10 @@ from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig, model_config
 from eeinfer.model.fingerprint import fingerprint
 from eeinfer.model.loader import load_weights
+from eeinfer.model.native import native
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
+from eeinfer.model.weights import Weights
+from eeinfer.ops.native.library import Unavailable
 from eeinfer.ops.norm import at_least_float32
 from eeinfer.runner.memory import num_blocks
 from eeinfer.runner.model_runner import ModelRunner
@@ -112,8 +115,14 @@ def _packaged_heads() -> list[Path]:
     return sorted(path.parent for path in root.glob(f"*/{CONFIG_NAME}"))
 
 
-def load_model(settings: ModelSettings, located: Located) -> Model:
+def load_model(settings: ModelSettings, located: Located, note: Note, *, keep_plain: bool = False) -> Model:
     """Read tokenizer and weights.
+
+    Args:
+        settings: of the model.
+        located: the model.
+        note: called with one-line notices.
+        keep_plain: see `eeinfer.model.native.native`.
 
     Raises:
         ConfigError: the device or number type does not fit this machine.
@@ -123,7 +132,28 @@ def load_model(settings: ModelSettings, located: Located) -> Model:
     device = device_of(settings.device)
     dtype = dtype_of(settings.dtype, located.config.dtype)
     tokenizer = Tokenizer(located.folder, located.config.vocab_size)
-    return Model(Decoder(located.config, load_weights(located.folder, located.config, dtype, device)), tokenizer)
+    weights = load_weights(located.folder, located.config, dtype, device)
+    return Model(new_decoder(settings, located.config, weights, note, keep_plain=keep_plain), tokenizer)
+
+
+def new_decoder(
+    settings: ModelSettings, config: ModelConfig, weights: Weights, note: Note, *, keep_plain: bool = False
+) -> Decoder:
+    """A decoder with the kernels that the settings ask for.
+
+    Raises:
+        ConfigError: they ask for native kernels, and there are none for this model on this machine.
+    """
+    if settings.kernels == "torch":
+        return Decoder(config, weights)
+    try:
+        return Decoder(config, weights, native(config, weights, store.home() / "native", keep_plain=keep_plain))
+    except Unavailable as why:
+        if settings.kernels == "native":
+            raise ConfigError(f"model.kernels = 'native': {why}; use auto or torch") from None
+        if why.fixable:
+            note(f"torch computes the layers, some two to four times slower than native kernels would: {why}")
+        return Decoder(config, weights)
 
 
 def build_runner(

@@ -64,7 +64,7 @@ class LLM:
         self.standing: Standing | None = standing(loaded.calibration, self.settings, self.located, planned)
         if self.standing and (notice := self.standing.notice):
             note(notice)
-        model = load_model(self.settings.model, self.located)
+        model = load_model(self.settings.model, self.located, note)
         self.engine: Engine = build_engine(self.settings, model, build_runner(self.settings, model, planned))
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eeinfer.model.families import ModelConfig
+from eeinfer.model.native import Native
 from eeinfer.model.weights import LayerWeights, Weights, layer_views
 from eeinfer.ops.activation import ACTIVATIONS
 from eeinfer.ops.attention import paged_attention, store_kv
@@ -29,12 +30,15 @@ class Decoder:
     Args:
         config: sizes and traits.
         weights: on one device, in one number type; gains may be wider.
+        native: the layers and the vocabulary product as native kernels; None: they are computed by torch.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, native: Native | None = None) -> None:
         self.config = config
         self.weights = weights
+        self.native = native
         self._layers = layer_views(weights, config.num_layers)
+        self._layer = self._torch_layer if native is None else native.layers.layer
         self._head_sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         # Rounded as the embeddings are, which is how the families that have it were trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
@@ -86,21 +90,22 @@ class Decoder:
         for index in layers:
             before = hidden
             seen, turn = batches[self._windows[index]], turns[self._turned_by[index]]
-            hidden = self._layer(self._layers[index], hidden, seen, cache[index], turn)
+            hidden = self._layer(index, hidden, seen, cache[index], turn)
         return hidden, before
 
     def _turns(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor] | None]:
         """The rotation of each kind of layer."""
         return [None if r is None else rotations(positions, r, dtype) for r in self._rotaries]
 
-    def _layer(
+    def _torch_layer(
         self,
-        w: LayerWeights,
+        index: int,
         hidden: Tensor,
         batch: TokenBatch,
         cache: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
+        w = self._layers[index]
         normed = self._normed(hidden, w.attention_norm, w.attention_norm_bias)
         q, k, v = F.linear(normed, w.qkv, w.qkv_bias).split(self._head_sizes, dim=-1)
         q, k, v = self._heads(q, w.q_norm), self._heads(k, w.k_norm), self._heads(v, None)
@@ -151,6 +156,8 @@ class Decoder:
         Returns:
             [m, n, kv_heads, head_dim] each.
         """
+        if self.native is not None:
+            return self.native.layers.project_kv(first_layer, hidden, self._turns(positions, hidden.dtype)[0])
         w, config = self.weights, self.config
         q_size, kv_size = self._head_sizes[:2]
         # One product a layer: a batched one over this slice of the stack would copy it first, 3 to 20 times slower.
@@ -189,7 +196,8 @@ class Decoder:
 
     def vocabulary(self, normed: Tensor) -> Tensor:
         """Logits [n, V] of normalised hidden states [n, d]."""
-        return self.capped(F.linear(normed, self.weights.lm_head))
+        product = F.linear(normed, self.weights.lm_head) if self.native is None else self.native.vocabulary(normed)
+        return self.capped(product)
 
     def capped(self, logits: Tensor) -> Tensor:
         """Logits within the bound of the family, if it has one; any shape."""

@@ -30,6 +30,7 @@ class TokenBatch:
             (decode).
         masks: for each sequence the keys each query sees, [queries, context] bool; `None` where the queries are the
             whole context from position 0 on. With `queries` None a single mask [n, 1, 1, width * block_size].
+        owners: [n] int64, row of `block_tables` of each token; `None` where that is the token's own index.
     """
 
     positions: Tensor
@@ -37,6 +38,7 @@ class TokenBatch:
     block_tables: Tensor
     queries: tuple[tuple[int, int], ...] | None
     masks: tuple[Tensor | None, ...]
+    owners: Tensor | None = None
 
     @classmethod
     def decode(cls, positions: Tensor, block_tables: Tensor, block_size: int) -> TokenBatch:
@@ -57,7 +59,7 @@ class TokenBatch:
             queries.append((start, stop))
             masks.append(_causal_mask(flat[start:stop], row))
             start = stop
-        return cls(flat, slot_of(block_tables[owner], flat, block_size), block_tables, tuple(queries), tuple(masks))
+        return cls(flat, slot_of(block_tables[owner], flat, block_size), block_tables, tuple(queries), tuple(masks), owner)
 
     def within(self, window: int | None) -> TokenBatch:
         """The same tokens, each of which sees only the last `window` keys up to its own; None for all of them."""

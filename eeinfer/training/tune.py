@@ -122,7 +122,7 @@ def _tune(job: Job, asked: _Asked) -> Tuned | None:
         raise EeinferError(f"{len(answers)} answered prompts are too few to fit and judge heads; give some hundreds")
     if asked.judged_prompts and not other_answers:
         raise EeinferError(f"--judge {asked.judged_prompts}: no prompt there can be answered; give another file")
-    decoder = load_model(job.settings.model, job.located).decoder
+    decoder = load_model(job.settings.model, job.located, job.note, keep_plain=True).decoder
     exits = asked.exits or _proposed(job, asked.options, decoder, splits)
     states = job.states(decoder, splits, exits)
     specs = _specs(asked.options, exits, decoder)

@@ -42,7 +42,7 @@ class _Tokens(ctypes.Structure):
 
 
 class Times(ctypes.Structure):
-    """Nanoseconds spent in the parts of layers since the last `clear`."""
+    """Nanoseconds spent in the parts of layers, added up."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("linear", "attention", "rest")]
     linear: int
@@ -86,16 +86,14 @@ class NativeLayers:
     Args:
         library: see `eeinfer.ops.native.library.load`.
         sizes: head_dim is one of `HEAD_SIZES`; hidden and intermediate are even.
-        layers: the tensors of each layer by the names of `eeinfer.model.weights.LayerWeights`, biases and norms of
-            heads None where there are none. They are copied where their order changes.
-        times: takes the time spent in layers; None: it is not measured.
+        layers: the `TENSORS` of each layer, as in `eeinfer.model.weights.LayerWeights`; biases and norms of heads are
+            None where there are none. Matrices are copied in another order.
     """
 
+    TENSORS = tuple(name for name, _ in _LayerWeights._fields_)
+
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        sizes: LayerSizes,
-        layers: Sequence[Mapping[str, Tensor | None]],
+        self, library: ctypes.CDLL, sizes: LayerSizes, layers: Sequence[Mapping[str, Tensor | None]]
     ) -> None:
         assert sizes.head_dim in HEAD_SIZES, "callers look before they ask"
         self._library = library

@@ -27,7 +27,11 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 class Unavailable(Exception):  # noqa: N818 - a reason, not an error: callers fall back to torch
-    """Why there are no native kernels here, in words that name the fix where there is one."""
+    """Why there are no native kernels here. `fixable`: the words name what the user can do."""
+
+    def __init__(self, why: str, *, fixable: bool = False) -> None:
+        super().__init__(why)
+        self.fixable = fixable
 
 
 def cpu_flags() -> frozenset[str]:
@@ -62,14 +66,14 @@ def load(folder: Path) -> ctypes.CDLL:
 def _load(folder: Path) -> ctypes.CDLL:
     found = compiler()
     if found is None:
-        raise Unavailable("there is no C++ compiler; install g++ or set CXX")
+        raise Unavailable("there is no C++ compiler; install g++ or set CXX", fixable=True)
     path = folder / f"kernels-{_digest(found)}.so"
     try:
         if not path.exists():
             _build(found, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise Unavailable(f"{path} cannot be made or loaded: {error}") from None
+        raise Unavailable(f"{path} cannot be made or loaded: {error}", fixable=True) from None
 
 
 def _digest(compiler_path: str) -> str:
@@ -90,7 +94,7 @@ def _build(compiler_path: str, path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own sources
         if done.returncode:
             last = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-            raise Unavailable(f"{compiler_path} failed: {last}")
+            raise Unavailable(f"{compiler_path} failed: {last}", fixable=True)
         target.chmod(0o755)
         target.replace(path)
     finally:

@@ -1,0 +1,78 @@
+"""Which models the native kernels can run, and the weights as they read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eeinfer.model.families import ModelConfig
+from eeinfer.model.weights import Weights, layer_views
+from eeinfer.ops.native.kernels import HEAD_SIZES, LayerSizes, NativeLayers, PackedLinear
+from eeinfer.ops.native.library import Unavailable, load
+
+_PACKED = ("qkv", "output", "gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The native side of a decoder: its layers, and the product with the vocabulary matrix."""
+
+    layers: NativeLayers
+    vocabulary: PackedLinear
+
+
+def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: bool) -> Native:
+    """Pack the weights for the native kernels.
+
+    Args:
+        config: of the model.
+        weights: of the model. The matrices of the layers are replaced by tensors without data, so that they are in
+            memory once.
+        folder: where the built library is kept.
+        keep_plain: leave the matrices of the layers as they are, for callers that copy from them.
+
+    Raises:
+        Unavailable: this model or this machine cannot use them, and why.
+    """
+    _check(config, weights)
+    library = load(folder)
+    sizes = LayerSizes(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.norm_eps,
+        scale=config.attention_scale or config.head_dim**-0.5,
+    )
+    layers = [
+        {name: getattr(layer, name) for name in NativeLayers.TENSORS} for layer in layer_views(weights, config.num_layers)
+    ]
+    made = Native(NativeLayers(library, sizes, layers), PackedLinear(library, weights.lm_head))
+    if not keep_plain:
+        for name in _PACKED:
+            setattr(weights, name, torch.empty_like(getattr(weights, name), device="meta"))
+    return made
+
+
+def _check(config: ModelConfig, weights: Weights) -> None:
+    if weights.embedding.device.type != "cpu":
+        raise Unavailable(f"native kernels are for CPUs, and the model is on {weights.embedding.device}")
+    if weights.embedding.dtype is not torch.bfloat16:
+        raise Unavailable(f"native kernels compute in bfloat16, and the model is in {weights.embedding.dtype}")
+    if config.head_dim not in HEAD_SIZES:
+        raise Unavailable(f"native kernels know heads of {', '.join(map(str, HEAD_SIZES))}, not of {config.head_dim}")
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        raise Unavailable("native kernels need even sizes")
+    plain = {
+        "its norms": config.norm == "rms" and config.pre_norm and not config.post_norm and not config.norm_offset,
+        "its norm of q and k": not config.qk_norm_whole,
+        "its MLP": config.gated and config.activation == "silu",
+        "its positions": config.positions == "rotary" and config.rotary_dim in {None, config.head_dim},
+        "its sliding window": not any(config.windows),
+        "its soft-capped scores": config.attention_softcap is None,
+    }
+    if foreign := [part for part, known in plain.items() if not known]:
+        raise Unavailable(f"native kernels do not know {' and '.join(foreign)}")
