@@ -180,7 +180,10 @@ def build_runner(
     """
     decoder = model.decoder
     measure, decay = settings.exits.measure, settings.exits.decay
-    exits = [Exit(head_on(decoder, e.spec, e.tensors), measure, e.threshold, decay=decay) for e in planned]
+    exits = [
+        Exit(head_on(decoder, e.spec, e.tensors), measure, e.threshold, stats=decoder.logit_stats, decay=decay)
+        for e in planned
+    ]
     max_num_seqs = settings.batching.max_num_seqs
     if cache is None:
         blocks = num_blocks(settings.cache, decoder.config, decoder.dtype, decoder.device, max_num_seqs)

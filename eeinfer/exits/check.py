@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,7 +12,14 @@ from eeinfer.core.plan import Row
 from eeinfer.exits.heads import ExitHead
 from eeinfer.exits.measures import LOGIT_MEASURES, similarity
 from eeinfer.exits.schedule import decayed
-from eeinfer.ops.logit_stats import logit_stats
+from eeinfer.ops.logit_stats import LogitStats, logit_stats
+
+
+class Stats(Protocol):
+    """As `eeinfer.ops.logit_stats.logit_stats`."""
+
+    def __call__(self, logits: Tensor, *, second: bool, mean: bool) -> LogitStats:
+        """Statistics of logits [n, V]."""
 
 
 class Checked(NamedTuple):
@@ -31,12 +38,14 @@ class Exit:
         head: gives the logits, and the probability of its gate where the measure is `gate`.
         measure: a name of `eeinfer.config.schema.Measure`.
         threshold: a row is ready at confidence >= threshold.
+        stats: gives the statistics of logits, where the measure needs them.
         decay: how fast the threshold falls along an answer (see `eeinfer.exits.schedule`); 0: it is constant.
     """
 
     head: ExitHead
     measure: str
     threshold: float
+    stats: Stats = field(default=logit_stats, kw_only=True)
     decay: float = field(default=0.0, kw_only=True)
 
     def thresholds(self, rows: Sequence[Row]) -> list[float]:
@@ -59,5 +68,5 @@ class Exit:
             return Checked(self.head.gate(hidden), None, None)
         measure = LOGIT_MEASURES[self.measure]
         logits = self.head.logits(hidden)
-        stats = logit_stats(logits, second=measure.second, mean=measure.mean)
+        stats = self.stats(logits, second=measure.second, mean=measure.mean)
         return Checked(measure.confidence(stats).clamp(0, 1), logits, stats.argmax)

@@ -14,6 +14,7 @@ from eeinfer.model.native import Native
 from eeinfer.model.weights import LayerWeights, Weights, layer_views
 from eeinfer.ops.activation import ACTIVATIONS
 from eeinfer.ops.attention import paged_attention, store_kv
+from eeinfer.ops.logit_stats import LogitStats, logit_stats
 from eeinfer.ops.norm import at_least_float32, layer_norm, rms_norm
 from eeinfer.ops.rope import Rotary, rotary, rotate, rotations
 from eeinfer.ops.token_batch import TokenBatch
@@ -203,6 +204,15 @@ class Decoder:
         """Logits within the bound of the family, if it has one; any shape."""
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def logit_stats(self, logits: Tensor, *, second: bool, mean: bool) -> LogitStats:
+        """Statistics of logits; see `eeinfer.ops.logit_stats`."""
+        compute = logit_stats if self.native is None else self.native.stats
+        return compute(logits, second=second, mean=mean)
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest of the logits [n, V] of each row and its first index; NaN for rows that hold one."""
+        return logits.max(dim=-1) if self.native is None else self.native.stats.largest(logits)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [n, V] of its last layer's output [n, d]."""

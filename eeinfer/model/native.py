@@ -9,7 +9,7 @@ import torch
 
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.weights import Weights, layer_views
-from eeinfer.ops.native.kernels import HEAD_SIZES, LayerSizes, NativeLayers, PackedLinear
+from eeinfer.ops.native.kernels import HEAD_SIZES, LayerSizes, NativeLayers, NativeStats, PackedLinear
 from eeinfer.ops.native.library import Unavailable, load
 
 _PACKED = ("qkv", "output", "gate_up", "down")
@@ -17,10 +17,11 @@ _PACKED = ("qkv", "output", "gate_up", "down")
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The native side of a decoder: its layers, and the product with the vocabulary matrix."""
+    """The native side of a decoder: its layers, the product with the vocabulary matrix, and statistics of logits."""
 
     layers: NativeLayers
     vocabulary: PackedLinear
+    stats: NativeStats
 
 
 def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: bool) -> Native:
@@ -48,9 +49,10 @@ def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: b
         scale=config.attention_scale or config.head_dim**-0.5,
     )
     layers = [
-        {name: getattr(layer, name) for name in NativeLayers.TENSORS} for layer in layer_views(weights, config.num_layers)
+        {name: getattr(layer, name) for name in NativeLayers.TENSORS}
+        for layer in layer_views(weights, config.num_layers)
     ]
-    made = Native(NativeLayers(library, sizes, layers), PackedLinear(library, weights.lm_head))
+    made = Native(NativeLayers(library, sizes, layers), PackedLinear(library, weights.lm_head), NativeStats(library))
     if not keep_plain:
         for name in _PACKED:
             setattr(weights, name, torch.empty_like(getattr(weights, name), device="meta"))

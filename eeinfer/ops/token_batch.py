@@ -59,7 +59,9 @@ class TokenBatch:
             queries.append((start, stop))
             masks.append(_causal_mask(flat[start:stop], row))
             start = stop
-        return cls(flat, slot_of(block_tables[owner], flat, block_size), block_tables, tuple(queries), tuple(masks), owner)
+        return cls(
+            flat, slot_of(block_tables[owner], flat, block_size), block_tables, tuple(queries), tuple(masks), owner
+        )
 
     def within(self, window: int | None) -> TokenBatch:
         """The same tokens, each of which sees only the last `window` keys up to its own; None for all of them."""

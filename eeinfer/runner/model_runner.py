@@ -187,7 +187,7 @@ class ModelRunner:
     def _pick(self, hidden: Tensor, draws: Sequence[Draw]) -> Outcome:
         """Tokens of rows at full depth. The largest logit is finite unless one is NaN or infinite, or all are -inf."""
         logits = self.decoder.logits(hidden)
-        largest, argmax = logits.max(dim=-1)
+        largest, argmax = self.decoder.largest(logits)
         tokens = sample(logits, draws, argmax)
         failed = ~largest.isfinite()
         packed = torch.stack((tokens, failed.to(tokens.dtype)), dim=1)  # one copy to the host

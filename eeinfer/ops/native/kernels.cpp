@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "bf16.h"
 #include "linear.h"
+#include "stats.h"
 #include "threads.h"
 
 namespace ee {
@@ -249,6 +250,32 @@ void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_ca
     linear(inner, n, f, w->down, Share(panels_of(d), thread, team), AddResidual{out, d, w->down_bias, middle});
     barrier.wait();
     clock.lap(&Times::linear);
+  });
+}
+
+// Statistics of logits [rows, size]: largest, log-sum-exp, second and probability-weighted mean, [rows, 4], and argmax.
+// Without `sums` only largest and argmax are set. A row with a NaN has NaN for all.
+void ee_logit_stats(const bf16* logits, int rows, int size, bool sums, bool second, bool mean, float* out,
+                    int64_t* argmax, int threads) {
+  static Scratch scratch;
+  LogitPart* parts = scratch.take<LogitPart>(static_cast<size_t>(rows) * STATS_PARTS);
+  Team::get().run(threads, [&](int thread, int team, Barrier& barrier) {
+    const Share items(rows * STATS_PARTS, thread, team);
+    for (int i = items.begin; i < items.end; ++i)
+      parts[i] = stats_of_part(logits + static_cast<size_t>(i / STATS_PARTS) * size, size, i % STATS_PARTS, sums, second, mean);
+    barrier.wait();
+    const Share own(rows, thread, team);
+    for (int row = own.begin; row < own.end; ++row) {
+      LogitPart all = parts[row * STATS_PARTS];
+      for (int i = 1; i < STATS_PARTS; ++i) merge(all, parts[row * STATS_PARTS + i]);
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      float* to = out + row * 4;
+      to[0] = all.nan ? nan : all.largest;
+      to[1] = all.nan || !sums ? nan : all.largest + std::log(all.sum);
+      to[2] = all.nan || !second ? (second ? nan : -std::numeric_limits<float>::infinity()) : all.second;
+      to[3] = all.nan || !mean ? nan : all.largest + all.weighted / all.sum;
+      argmax[row] = all.argmax;
+    }
   });
 }
 

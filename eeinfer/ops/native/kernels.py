@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eeinfer.ops.logit_stats import LogitStats
 from eeinfer.ops.token_batch import TokenBatch
 
 HEAD_SIZES = (32, 64, 96, 128, 256)
@@ -80,6 +81,32 @@ class PackedLinear:
         return out
 
 
+class NativeStats:
+    """Statistics of logits; the reference is `eeinfer.ops.logit_stats.logit_stats`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __call__(self, logits: Tensor, *, second: bool, mean: bool) -> LogitStats:
+        """As `logit_stats`; logits [n, V]."""
+        numbers, argmax = self._call(logits, sums=True, second=second, mean=mean)
+        largest, log_sum_exp, runner_up, average = numbers.unbind(1)
+        return LogitStats(largest, argmax, log_sum_exp, runner_up, average, logits.shape[1])
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest logit, float32 [n], and its first index, int64 [n]; NaN for rows that hold one."""
+        numbers, argmax = self._call(logits, sums=False, second=False, mean=False)
+        return numbers[:, 0], argmax
+
+    def _call(self, logits: Tensor, *, sums: bool, second: bool, mean: bool) -> tuple[Tensor, Tensor]:
+        logits = logits.contiguous()
+        rows, size = logits.shape
+        numbers, argmax = torch.empty(rows, 4), torch.empty(rows, dtype=torch.int64)
+        threads = torch.get_num_threads()
+        self._library.ee_logit_stats(_at(logits), rows, size, sums, second, mean, _at(numbers), _at(argmax), threads)
+        return numbers, argmax
+
+
 class NativeLayers:
     """Transformer layers of one shape: pre-norm, rotary positions, grouped query heads, a gated MLP with SiLU.
 
@@ -90,11 +117,9 @@ class NativeLayers:
             None where there are none. Matrices are copied in another order.
     """
 
-    TENSORS = tuple(name for name, _ in _LayerWeights._fields_)
+    TENSORS = tuple(field[0] for field in _LayerWeights._fields_)
 
-    def __init__(
-        self, library: ctypes.CDLL, sizes: LayerSizes, layers: Sequence[Mapping[str, Tensor | None]]
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, sizes: LayerSizes, layers: Sequence[Mapping[str, Tensor | None]]) -> None:
         assert sizes.head_dim in HEAD_SIZES, "callers look before they ask"
         self._library = library
         self._sizes = _Sizes(
@@ -112,7 +137,7 @@ class NativeLayers:
         hidden: Tensor,
         batch: TokenBatch,
         cache: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor] | None,
         times: Times | None = None,
     ) -> Tensor:
         """Run one layer; the reference is `eeinfer.model.decoder.Decoder`'s layer in torch.
@@ -129,6 +154,7 @@ class NativeLayers:
             [n, d].
         """
         out = torch.empty_like(hidden)
+        assert rotation is not None, "callers look before they ask"
         cos, sin = rotation
         tables = batch.block_tables.contiguous()
         tokens = _Tokens(
@@ -142,7 +168,9 @@ class NativeLayers:
         )
         return out
 
-    def project_kv(self, first_layer: int, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def project_kv(
+        self, first_layer: int, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         """K (rotated) and V of the layers from `first_layer` on; the reference is `Decoder.project_kv` in torch.
 
         Args:
@@ -156,6 +184,7 @@ class NativeLayers:
         hidden = hidden.contiguous()
         count = len(self._held) - first_layer
         k, v = (torch.empty(count, len(hidden), *self._kv, dtype=hidden.dtype) for _ in range(2))
+        assert rotation is not None, "callers look before they ask"
         cos, sin = rotation
         self._library.ee_project_kv(
             *(ctypes.byref(self._sizes), ctypes.byref(self._layers[first_layer]), count, _at(hidden), len(hidden)),

@@ -1,7 +1,7 @@
 """Builds the native kernels on first use and loads them; says why where that cannot be.
 
 Nothing but a C++ compiler is needed. The result is kept in the model store, under a name that tells apart sources,
-flags and compilers, so that it is built once.
+flags (`$CXXFLAGS` too) and compilers, so that it is built once.
 """
 
 from __future__ import annotations
@@ -76,8 +76,13 @@ def _load(folder: Path) -> ctypes.CDLL:
         raise Unavailable(f"{path} cannot be made or loaded: {error}", fixable=True) from None
 
 
+def _flags() -> tuple[str, ...]:
+    """Ours, then those of `$CXXFLAGS`."""
+    return (*FLAGS, *os.environ.get("CXXFLAGS", "").split())
+
+
 def _digest(compiler_path: str) -> str:
-    about = sha256(" ".join((*FLAGS, compiler_path)).encode())
+    about = sha256(" ".join((*_flags(), compiler_path)).encode())
     about.update(str(Path(compiler_path).resolve().stat().st_size).encode())
     for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         about.update(source.read_bytes())
@@ -90,7 +95,7 @@ def _build(compiler_path: str, path: Path) -> None:
     with NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
         target = Path(file.name)
     try:
-        command = [compiler_path, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(target)]
+        command = [compiler_path, *_flags(), str(SOURCES / "kernels.cpp"), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own sources
         if done.returncode:
             last = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])

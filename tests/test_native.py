@@ -1,0 +1,285 @@
+"""Native kernels against torch: the same numbers up to rounding, and the same bits whatever runs beside a row."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import load_decoder
+from torch import Tensor
+from torch.nn import functional as F
+
+from eeinfer.errors import ConfigError
+from eeinfer.model.decoder import Decoder
+from eeinfer.model.families import ModelConfig
+from eeinfer.model.native import native
+from eeinfer.model.random_weights import random_weights
+from eeinfer.ops.logit_stats import logit_stats
+from eeinfer.ops.native import library
+from eeinfer.ops.native.kernels import HEAD_SIZES, NativeStats, PackedLinear
+from eeinfer.ops.native.library import Unavailable
+from eeinfer.ops.token_batch import TokenBatch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library, built by this machine's compiler."""
+    try:
+        return library.load(tmp_path_factory.getbasetemp() / "native")
+    except Unavailable as why:
+        pytest.skip(f"no native kernels here: {why}")
+
+
+@pytest.fixture(scope="session")
+@pytest.mark.usefixtures("built")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where it is."""
+    return tmp_path_factory.getbasetemp() / "native"
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=st.integers(1, 40), columns=st.integers(1, 200), pairs=st.integers(1, 80), seed=st.integers(0, 2**31))
+def test_products_are_torchs(built: ctypes.CDLL, rows: int, columns: int, pairs: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(n, 2 * pairs, generator=draw).bfloat16() for n in (rows, columns))
+    found = PackedLinear(built, w)(x)
+    exact = F.linear(x.double(), w.double())
+    # One rounding to 8 bits, and float32 sums.
+    assert torch.all((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5 * pairs)
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=st.integers(1, 30), row=st.integers(0, 29), seed=st.integers(0, 2**31))
+def test_a_row_of_a_product_does_not_depend_on_the_others(built: ctypes.CDLL, rows: int, row: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(n, 96, generator=draw).bfloat16() for n in (rows, 70))
+    linear, row = PackedLinear(built, w), row % rows
+    assert torch.equal(linear(x)[row], linear(x[row : row + 1])[0])
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(1, 6), size=st.integers(2, 300), spread=st.floats(0, 30), seed=st.integers(0, 2**31))
+def test_statistics_of_logits_are_torchs(built: ctypes.CDLL, rows: int, size: int, spread: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, size, generator=draw) * spread).round().bfloat16()  # rounded: many are equal
+    logits[0, size // 2] = -torch.inf
+    stats = NativeStats(built)
+    found, expected = stats(logits, second=True, mean=True), logit_stats(logits, second=True, mean=True)
+    assert torch.equal(found.argmax, expected.argmax)
+    for name in ("largest", "second", "log_sum_exp", "mean"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-4)
+    assert torch.equal(stats.largest(logits)[0], expected.largest)
+    assert torch.equal(stats.largest(logits)[1], expected.argmax)
+    for row in range(rows):
+        alone = stats(logits[row : row + 1], second=True, mean=True)
+        assert torch.equal(alone.log_sum_exp[0], found.log_sum_exp[row])
+        assert torch.equal(alone.mean[0], found.mean[row])
+
+
+def test_logits_that_are_nan_show(built: ctypes.CDLL) -> None:
+    logits = torch.randn(3, 40).bfloat16()
+    logits[1, 7] = torch.nan
+    stats = NativeStats(built)
+    found = stats(logits, second=True, mean=True)
+    for values in (found.largest, found.second, found.log_sum_exp, found.mean, stats.largest(logits)[0]):
+        assert values.isnan().tolist() == [False, True, False]
+    logits[1] = -torch.inf
+    assert stats.largest(logits)[0].tolist()[1] == -torch.inf, "a row of nothing but -inf is no answer either"
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "head_dim": st.sampled_from(HEAD_SIZES),
+        "num_kv_heads": st.integers(1, 3),
+        "group": st.integers(1, 5),
+        "hidden_size": st.sampled_from([32, 62, 96]),
+        "intermediate_size": st.sampled_from([30, 64, 130]),
+        "qkv_bias": st.booleans(),
+        "output_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "qk_norm": st.booleans(),
+    }
+)
+
+
+def _config(**shape: int) -> ModelConfig:
+    group = shape.pop("group")
+    return ModelConfig(
+        num_layers=3,
+        vocab_size=50,
+        num_heads=shape["num_kv_heads"] * group,
+        max_position=512,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        rope_scaling={"rope_type": "default"},
+        tied=True,
+        dtype="bfloat16",
+        **shape,  # type: ignore[arg-type]
+    )
+
+
+def _pair(config: ModelConfig, folder: Path, seed: int) -> tuple[Decoder, Decoder]:
+    """The same model, computed by torch and natively."""
+    weights = random_weights(config, torch.bfloat16, CPU, seed)
+    for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias"):
+        if (bias := getattr(weights, name)) is not None:
+            bias.normal_()
+    made = native(config, weights, folder, keep_plain=True)
+    return Decoder(config, weights), Decoder(config, weights, made)
+
+
+def _spans(draw: st.DrawFn) -> list[list[int]]:
+    """Positions of some sequences' tokens: each begins somewhere, and is as long as it likes."""
+    starts = st.tuples(st.integers(0, 70), st.integers(1, 40))
+    return [list(range(start, start + count)) for start, count in draw(st.lists(starts, min_size=1, max_size=4))]
+
+
+@settings(deadline=None, max_examples=40)
+@given(shape=SHAPES, spans=st.composite(_spans)(), block_size=st.sampled_from([1, 7, 16]), seed=st.integers(0, 2**31))
+def test_layers_are_torchs(
+    folder: Path, shape: dict[str, int], spans: list[list[int]], block_size: int, seed: int
+) -> None:
+    config = _config(**shape)
+    torch_decoder, native_decoder = _pair(config, folder, seed)
+    hidden, batch, cache = _ragged(config, spans, block_size, seed)
+    caches = cache.clone(), cache.clone()
+    expected, before = torch_decoder.run(range(3), hidden, batch, caches[0])
+    found, found_before = native_decoder.run(range(3), hidden, batch, caches[1])
+    _close(found, expected)
+    _close(found_before, before)
+    _close(caches[1], caches[0])
+    for own, reference in zip(
+        *(d.project_kv(1, hidden, batch.positions) for d in (native_decoder, torch_decoder)), strict=True
+    ):
+        _close(own, reference)
+
+
+@settings(deadline=None, max_examples=20)
+@given(shape=SHAPES, spans=st.composite(_spans)(), seed=st.integers(0, 2**31))
+def test_a_token_does_not_depend_on_the_others(
+    folder: Path, shape: dict[str, int], spans: list[list[int]], seed: int
+) -> None:
+    config = _config(**shape)
+    _, decoder = _pair(config, folder, seed)
+    hidden, batch, cache = _ragged(config, spans, 16, seed)
+    together, alone = cache.clone(), cache.clone()
+    expected, _ = decoder.run(range(3), hidden, batch, together)
+    # The same tokens one by one, as decoding would run them: the last of the sequences first.
+    end = len(hidden)
+    for span, table in reversed(list(zip(spans, batch.block_tables, strict=True))):
+        end -= len(span)
+        for i, position in enumerate(span, start=end):
+            one = TokenBatch.decode(torch.tensor([position]), table[None], 16)
+            found, _ = decoder.run(range(3), hidden[i : i + 1].contiguous(), one, alone)
+            assert torch.equal(found[0], expected[i])
+    assert end == 0
+    assert torch.equal(alone, together)
+
+
+def _ragged(
+    config: ModelConfig, spans: list[list[int]], block_size: int, seed: int
+) -> tuple[Tensor, TokenBatch, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    longest = max(span[-1] + 1 for span in spans)
+    width = -(-longest // block_size)
+    tables = torch.randperm(len(spans) * width, generator=draw).view(len(spans), width)
+    sizes = (config.num_layers, 2, len(spans) * width + 1, block_size, config.num_kv_heads, config.head_dim)
+    cache = torch.randn(sizes, generator=draw).bfloat16()
+    hidden = torch.randn(sum(map(len, spans)), config.hidden_size, generator=draw).bfloat16()
+    return hidden, TokenBatch.ragged(spans, tables, block_size), cache
+
+
+def _close(found: Tensor, expected: Tensor) -> None:
+    scale = expected.float().abs().max()
+    assert (found.float() - expected.float()).abs().max() <= 0.04 * scale
+
+
+def test_masked_slots_are_not_read(folder: Path) -> None:
+    config = _config(
+        head_dim=32, num_kv_heads=1, group=2, hidden_size=32, intermediate_size=64, qkv_bias=False, output_bias=False,
+        mlp_bias=False, qk_norm=False,
+    )  # fmt: skip
+    _, decoder = _pair(config, folder, 0)
+    hidden, batch, cache = _ragged(config, [list(range(19))], 16, 0)
+    clean = decoder.run(range(3), hidden, batch, cache.clone())[0]
+    cache[:] = torch.nan  # all that is read is written by this very batch
+    assert torch.equal(decoder.run(range(3), hidden, batch, cache)[0], clean)
+
+
+def test_nan_stays_with_its_row(folder: Path) -> None:
+    config = _config(
+        head_dim=32, num_kv_heads=2, group=1, hidden_size=32, intermediate_size=64, qkv_bias=False, output_bias=False,
+        mlp_bias=False, qk_norm=False,
+    )  # fmt: skip
+    _, decoder = _pair(config, folder, 0)
+    hidden, batch, cache = _ragged(config, [[3], [8]], 16, 0)
+    clean = decoder.run(range(3), hidden, batch, cache.clone())[0]
+    hidden[0] = torch.nan
+    found = decoder.run(range(3), hidden, batch, cache)[0]
+    assert found[0].isnan().all()
+    assert torch.equal(found[1], clean[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"head_dim": 48}, "heads of 32, 64, 96, 128, 256, not of 48"),
+        ({"norm": "layer"}, "its norms"),
+        ({"activation": "gelu"}, "its MLP"),
+        ({"windows": (None, 8, None)}, "its sliding window"),
+        ({"attention_softcap": 30.0}, "its soft-capped scores"),
+        ({"rotary_dim": 16}, "its positions"),
+        ({"qk_norm": True, "qk_norm_whole": True}, "its norm of q and k"),
+    ],
+)
+def test_what_the_kernels_do_not_know_is_refused(change: dict[str, object], why: str, tmp_path: Path) -> None:
+    plain = _config(
+        head_dim=32, num_kv_heads=1, group=2, hidden_size=32, intermediate_size=64, qkv_bias=False, output_bias=False,
+        mlp_bias=False, qk_norm=False,
+    )  # fmt: skip
+    weights = random_weights(plain, torch.bfloat16, CPU, 0)
+    with pytest.raises(Unavailable, match=why):
+        native(replace(plain, **change), weights, tmp_path, keep_plain=True)  # type: ignore[arg-type]
+
+
+def test_other_number_types_stay_with_torch(tiny_model: Callable[[str], Path], make_llm: Callable[..., object]) -> None:
+    decoder = load_decoder(tiny_model("gqa"), torch.float32)
+    with pytest.raises(Unavailable, match=r"bfloat16, and the model is in torch\.float32"):
+        native(decoder.config, decoder.weights, tiny_model("gqa"), keep_plain=True)
+    with pytest.raises(ConfigError, match=r"model.kernels = 'native'.*use auto or torch"):
+        make_llm(kernels="native")
+
+
+def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(Unavailable, match=r"no C\+\+ compiler; install g\+\+ or set CXX") as caught:
+        library.load(tmp_path)
+    assert caught.value.fixable
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'kernels.cpp:1: error: no headers' >&2\nexit 1\n", encoding="utf-8")
+    broken.chmod(0o755)
+    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(Unavailable, match=r"c\+\+ failed: kernels.cpp:1: error: no headers"):
+        library.load(tmp_path / "built")
+    assert list((tmp_path / "built").iterdir()) == [], "nothing half made stays"
+
+
+def test_a_cpu_without_the_instructions_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS - {"avx512_bf16"})
+    with pytest.raises(Unavailable, match="this CPU has no avx512_bf16") as caught:
+        library.load(tmp_path)
+    assert not caught.value.fixable
