@@ -23,6 +23,7 @@ HEAVY = {"accelerate", "gguf", "numpy", "pydantic", "scipy", "tokenizers", "torc
 
 COMMANDS = [
     ["pull"],
+    ["convert"],
     ["generate"],
     ["bench"],
     ["bench", "compare"],

@@ -180,7 +180,7 @@ def test_from_prompts_to_heads_that_serve_with_gates(
     assert [token.layers_executed for token in answer.tokens][1:] == [EXITS[0]] * (len(answer.tokens) - 1)
 
 
-@pytest.mark.parametrize("variant", ["biases", "tied-mqa", "qwen2", "qwen3", "head-dim-12"])
+@pytest.mark.parametrize("variant", ["biases", "tied-mqa", "qwen2", "qwen3", "head-dim-12", "gemma2", "olmo2"])
 def test_every_family_can_be_tuned(
     run: partial[Tuned | None], tiny_model: Callable[[str], Path], tmp_path: Path, variant: str
 ) -> None:
@@ -192,6 +192,12 @@ def test_every_family_can_be_tuned(
     llm = LLM(model, heads=str(tmp_path / "heads"), dtype="float32", num_blocks=200, threshold=0.5)
     assert llm.exits == EXITS
     assert len(llm.generate("hello", SamplingParams(max_tokens=5))[0].tokens) > 0
+
+
+def test_models_with_layer_norms_are_refused(run: partial[Tuned | None], tiny_model: Callable[[str], Path]) -> None:
+    resolve = partial(load_settings, flags={"model.name": str(tiny_model("gpt2"))})
+    with pytest.raises(ConfigError, match="layer norms; leave early with the model's own norm and head"):
+        partial(tune, lambda packaged: resolve(packaged=packaged), **run.keywords)()
 
 
 def test_exits_that_are_proposed_are_tuned(

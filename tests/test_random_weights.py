@@ -62,7 +62,7 @@ def test_an_unknown_shape_is_refused_with_a_suggestion(name: str, words: str) ->
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("variant", ["biases", "tied-mqa", "qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", ["biases", "tied-mqa", "qwen2", "qwen3", "gemma3", "olmo2", "phi3", "gpt-neo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_random_weights_give_finite_logits_that_differ(
     variant: str, dtype: torch.dtype, tiny_model: Callable[[str], Path]
@@ -77,7 +77,7 @@ def test_random_weights_give_finite_logits_that_differ(
     assert len(logits.unique(dim=0)) == 11
 
 
-@pytest.mark.parametrize("variant", ["biases", "tied-mqa", "qwen3"])
+@pytest.mark.parametrize("variant", ["biases", "tied-mqa", "qwen3", "gemma2", "olmo2", "gpt2"])
 def test_random_weights_fill_every_tensor_and_follow_the_seed(variant: str, tiny_model: Callable[[str], Path]) -> None:
     config = model_config(tiny_model(variant))
     first, again, other = (random_weights(config, torch.float32, CPU, seed) for seed in (1, 1, 2))

@@ -12,6 +12,7 @@ import typer
 from eeinfer.cli.bench import bench
 from eeinfer.cli.calibrate import calibrate_thresholds
 from eeinfer.cli.config import config
+from eeinfer.cli.convert import convert
 from eeinfer.cli.generate import generate
 from eeinfer.cli.pull import pull
 from eeinfer.cli.tune_heads import tune_heads
@@ -30,6 +31,7 @@ app = typer.Typer(
     "output cannot be written, 130 interrupted.",
 )
 app.command()(pull)
+app.command()(convert)
 app.command()(generate)
 app.command("tune-heads")(tune_heads)
 app.command("calibrate-thresholds")(calibrate_thresholds)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from eeinfer.cli.progress import progress_bars
 from eeinfer.model import store
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from eeinfer.model.gguf_import import Progress
 
 
 def pull(
@@ -28,43 +22,10 @@ def pull(
     from rich.console import Console
 
     console = Console(stderr=True)
-    with _progress(console) as progress:
+    with progress_bars(console) as progress:
         folder = store.pull(
             model,
             report=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
             progress=progress,
         )
     typer.echo(folder)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    """A bar for each label on a terminal, else one plain line when a label begins and one when it is done."""
-    if not console.is_terminal:
-        yield _plain(console)
-        return
-    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    with Bars(*columns, console=console) as bars:
-
-        def update(label: str, done: int, total: int) -> None:
-            if label not in tasks:
-                tasks[label] = bars.add_task(label, total=total)
-            bars.update(tasks[label], completed=done, total=total)
-
-        yield update
-
-
-def _plain(console: Console) -> Progress:
-    said: set[str] = set()
-
-    def update(label: str, done: int, total: int) -> None:
-        line = f"{label}: done" if done == total else f"{label} …"
-        if line not in said:
-            said.add(line)
-            console.print(line, highlight=False)
-
-    return update

@@ -62,6 +62,6 @@ def weight_files(folder: Path) -> list[Path]:
     if pickles:
         raise ModelError(
             f"{folder}: its weights are a pickle ({pickles[0]}), which can run code when it is loaded and is refused; "
-            "convert them to safetensors"
+            "convert them to safetensors with `eeinfer convert`"
         )
     raise ModelError(f"{folder}: no {WEIGHTS_FILE} and no {INDEX_FILE}; this is not a complete model folder")

@@ -1,0 +1,44 @@
+"""Progress of long work on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Update = Callable[[str, int, int], None]  # label, done, total
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[Update]:
+    """A bar for each label on a terminal, else one plain line when a label begins and one when it is done."""
+    if not console.is_terminal:
+        yield _plain(console)
+        return
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console) as bars:
+
+        def update(label: str, done: int, total: int) -> None:
+            if label not in tasks:
+                tasks[label] = bars.add_task(label, total=total)
+            bars.update(tasks[label], completed=done, total=total)
+
+        yield update
+
+
+def _plain(console: Console) -> Update:
+    said: set[str] = set()
+
+    def update(label: str, done: int, total: int) -> None:
+        line = f"{label}: done" if done == total else f"{label} …"
+        if line not in said:
+            said.add(line)
+            console.print(line, highlight=False)
+
+    return update
