@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eeinfer.cli.options import note
+from eeinfer.cli.verbosity import is_quiet
 from eeinfer.model import store
 
 if TYPE_CHECKING:
@@ -29,19 +31,15 @@ def pull(
 
     console = Console(stderr=True)
     with _progress(console) as progress:
-        folder = store.pull(
-            model,
-            report=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-            progress=progress,
-        )
+        folder = store.pull(model, report=note, progress=progress)
     typer.echo(folder)
 
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
     """A bar for each label on a terminal, else one plain line when a label begins and one when it is done."""
-    if not console.is_terminal:
-        yield _plain(console)
+    if is_quiet() or not console.is_terminal:
+        yield _plain()
         return
     from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
@@ -58,13 +56,13 @@ def _progress(console: Console) -> Iterator[Progress]:
         yield update
 
 
-def _plain(console: Console) -> Progress:
+def _plain() -> Progress:
     said: set[str] = set()
 
     def update(label: str, done: int, total: int) -> None:
         line = f"{label}: done" if done == total else f"{label} …"
         if line not in said:
             said.add(line)
-            console.print(line, highlight=False)
+            note(line)
 
     return update
