@@ -28,8 +28,9 @@ def plain_environment(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """No setting and no model of the machine's reaches a test, but for the default model where a test asks for it."""
-    for name in [name for name in os.environ if name.startswith("EEINFER_") and "__" in name]:
+    for name in [name for name in os.environ if name.startswith("EEINFER_") and name != "EEINFER_HOME"]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-settings"))
     if "default_model" not in request.fixturenames:
         monkeypatch.setenv("EEINFER_HOME", str(tmp_path_factory.getbasetemp() / "empty-store"))
 

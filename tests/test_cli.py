@@ -31,6 +31,10 @@ COMMANDS = [
     ["calibrate-thresholds"],
     ["config"],
     ["config", "show"],
+    ["config", "get"],
+    ["config", "set"],
+    ["inspect"],
+    ["doctor"],
 ]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eeinfer import LLM
 from eeinfer.config.load import Loaded, load_settings
 from eeinfer.config.schema import Settings, declared
 from eeinfer.config.suggest import did_you_mean
@@ -184,6 +186,7 @@ def test_an_unknown_name_in_a_file_gets_the_nearest_known(tmp_path: Path, text: 
         ("EEINFER_EXITS_THRESHOLD", "EEINFER_EXITS__THRESHOLD"),
         ("EEINFER_THRESHOLD", "EEINFER_EXITS__THRESHOLD"),
         ("EEINFER_HOMES", "EEINFER_HOME"),
+        ("EEINFER_PROFIL", "EEINFER_PROFILE"),
     ],
 )
 def test_an_unknown_variable_is_an_error(variable: str, nearest: str) -> None:
@@ -299,9 +302,22 @@ def test_the_frozen_copy_loads_to_the_same_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
-def test_the_presets_load(path: Path) -> None:
+def test_the_presets_load_and_change_something(path: Path) -> None:
     loaded = load(files=[path])
     assert str(path) in loaded.origins.values()
+    assert loaded.settings != Settings()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
+def test_the_presets_run(path: Path, tiny_model: Callable[[str], Path]) -> None:
+    own = {
+        "model.name": str(tiny_model("gqa")),
+        "exits.layers": (2, 4),
+        "sampling.max_tokens": 4,
+        "cache.num_blocks": 9,
+    }
+    llm = LLM.from_loaded(lambda packaged: load(files=[path], flags=own, packaged=packaged), note=lambda _: None)
+    assert [len(answer.tokens) for answer in llm.generate(["a", "bcd"])] == [4, 4]
 
 
 def test_did_you_mean() -> None:

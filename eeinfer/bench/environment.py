@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from eeinfer.engine.machine import cores, cpu_name
+
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _VARIABLES = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "CUDA_VISIBLE_", "LD_PRELOAD")  # decide about speed
 
@@ -27,23 +29,14 @@ def environment(*, threads: int, device: str, device_name: str | None) -> dict[s
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpu_name(),
+        "cores": cores(),
         "threads": threads,
         "device": device,
         "device_name": device_name,
         "memory_bytes": psutil.virtual_memory().total,
         **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []  # not Linux
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def commit(checkout: Path = _CHECKOUT) -> str | None:

@@ -13,9 +13,13 @@ from eeinfer.cli.bench import bench
 from eeinfer.cli.calibrate import calibrate_thresholds
 from eeinfer.cli.config import config
 from eeinfer.cli.convert import convert
+from eeinfer.cli.doctor import doctor
+from eeinfer.cli.examples import command_line
 from eeinfer.cli.generate import generate
+from eeinfer.cli.inspect import inspect
 from eeinfer.cli.pull import pull
 from eeinfer.cli.tune_heads import tune_heads
+from eeinfer.cli.verbosity import speak
 from eeinfer.errors import EeinferError
 
 BAD_RUN = 2
@@ -27,8 +31,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 all answered, 1 some requests failed, 2 nothing ran (bad settings, model or file) or the "
-    "output cannot be written, 130 interrupted.",
+    epilog="Exit codes: 0 all is well, 1 some requests failed or a check of `doctor` did, 2 nothing ran (bad settings, "
+    "model or file) or the output cannot be written, 130 interrupted.",
 )
 app.command()(pull)
 app.command()(convert)
@@ -36,6 +40,8 @@ app.command()(generate)
 app.command("tune-heads")(tune_heads)
 app.command("calibrate-thresholds")(calibrate_thresholds)
 app.add_typer(bench, name="bench")
+app.command()(inspect)
+app.command()(doctor)
 app.add_typer(config, name="config")
 
 
@@ -65,7 +71,8 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows ?
     try:
-        app()
+        speak(os.environ.get("EEINFER_LOG_LEVEL") or "info")
+        command_line(app)()
     except EeinferError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(BAD_RUN)

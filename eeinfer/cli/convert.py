@@ -21,9 +21,7 @@ def convert(
     """Make a Hugging Face folder with safetensors of a GGUF file or of pickled weights, and print it.
 
     GGUF: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 in any quantisation that the gguf package reads, with
-    tokenizer and chat template. Pickles are read as tensors alone: no code in them runs. For example:
-
-    eeinfer convert model.Q4_K_M.gguf my-model && eeinfer generate -m my-model --num-prompts 5
+    tokenizer and chat template. Pickles are read as tensors alone: no code in them runs.
     """
     from rich.console import Console
 

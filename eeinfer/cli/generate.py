@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from eeinfer.cli.options import Resolver, note, takes_settings
+from eeinfer.cli.verbosity import log
 from eeinfer.errors import EeinferError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def generate(
         settings = destination.with_name(f"{destination.name}.settings.toml")
         settings.write_text(resolve.latest.to_toml(), encoding="utf-8")
     if failures:
-        note(f"{len(failures)} of {len(entries)} prompts failed; the first: {failures[0]}")
+        log.error("%d of %d prompts failed; the first: %s", len(failures), len(entries), failures[0])
         raise typer.Exit(1)
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from eeinfer.cli.options import note
+from eeinfer.cli.verbosity import is_quiet
 
 if TYPE_CHECKING:
     from eeinfer.engine.engine import Stats
@@ -27,7 +29,8 @@ class Meter:
         # Redirecting standard output, rich would send the answers to standard error.
         self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=4)
         self._task = self._bar.add_task("", total=total, pace="")
-        self._wanted = sys.stderr.isatty() and console.is_interactive  # FORCE_COLOR makes no terminal of a log file
+        # FORCE_COLOR makes no terminal of a log file.
+        self._wanted = sys.stderr.isatty() and console.is_interactive and not is_quiet()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -64,8 +67,8 @@ class Meter:
 def what_runs() -> Iterator[Callable[[str], None]]:
     """Takes what is about to run: a line that goes away on a terminal, a line each elsewhere; on standard error."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda news: typer.echo(news, err=True)
+    if is_quiet() or not console.is_terminal:
+        yield note
         return
     with console.status("") as status:
         yield status.update

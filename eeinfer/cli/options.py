@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, NamedTup
 
 import typer
 
+from eeinfer.cli.verbosity import log
 from eeinfer.config.schema import declared
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class Resolver:
     files: list[Path]
     assignments: list[str]
     flags: dict[str, Any]
+    profile: str | None = None
+    no_config: bool = False
     latest: Loaded | None = field(default=None, init=False)
 
     def __call__(self, packaged: Path | None = None) -> Loaded:
@@ -67,15 +71,26 @@ class Resolver:
         Raises:
             ConfigError: see `load_settings`.
         """
+        from eeinfer.config.files import places
         from eeinfer.config.load import load_settings
 
-        self.latest = load_settings(files=self.files, assignments=self.assignments, flags=self.flags, packaged=packaged)
+        found = [] if self.no_config else places(Path.cwd(), os.environ).present()
+        for source in found:
+            log.debug("settings of %s", source.origin)
+        self.latest = load_settings(
+            places=found,
+            files=self.files,
+            profile=self.profile,
+            assignments=self.assignments,
+            flags=self.flags,
+            packaged=packaged,
+        )
         return self.latest
 
 
 def note(message: str) -> None:
-    """One line for the user, on standard error."""
-    typer.echo(message, err=True)
+    """One line for the user, on standard error; none with --quiet."""
+    log.info("%s", message)
 
 
 def takes_settings(*keys: str) -> Callable[[Callable[Concatenate[Resolver, P], None]], Callable[..., None]]:
@@ -87,9 +102,17 @@ def takes_settings(*keys: str) -> Callable[[Callable[Concatenate[Resolver, P], N
 
     def decorate(command: Callable[Concatenate[Resolver, P], None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def wrapper(*, config: list[Path] | None, assignments: list[str] | None, **values: Any) -> None:
-            flags = {key: value for name, key in names.items() if (value := values.pop(name)) is not None}
-            command(Resolver(config or [], assignments or [], flags), **values)  # type: ignore[call-arg]
+        def wrapper(
+            *,
+            config: list[Path] | None,
+            assignments: list[str] | None,
+            profile: str | None,
+            no_config: bool,
+            **own: Any,
+        ) -> None:
+            flags = {key: value for name, key in names.items() if (value := own.pop(name)) is not None}
+            resolver = Resolver(config or [], assignments or [], flags, profile, no_config)
+            command(resolver, **own)  # type: ignore[call-arg]
 
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         parameters = [*own, *_shared(), *(_setting(name, key) for name, key in names.items())]
@@ -102,9 +125,18 @@ def takes_settings(*keys: str) -> Callable[[Callable[Concatenate[Resolver, P], N
 
 def _shared() -> Iterator[inspect.Parameter]:
     config = typer.Option("--config", "-c", metavar="FILE", help="TOML file of settings; repeatable, later files win.")
-    assign = typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting, as in a file; repeatable.")
+    assign = typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="One setting, as in a file; repeatable.",
+        autocompletion=lambda incomplete: [f"{key}=" for key in declared() if key.startswith(incomplete)],
+    )
+    profile = typer.Option("--profile", metavar="NAME", envvar="EEINFER_PROFILE", help="A profile of the files.")
+    alone = typer.Option("--no-config", help="Leave out the user's and the project's file of settings.")
     yield _keyword("config", Annotated[list[Path] | None, config])
     yield _keyword("assignments", Annotated[list[str] | None, assign])
+    yield _keyword("profile", Annotated[str | None, profile])
+    yield _keyword("no_config", Annotated[bool, alone], default=False)
 
 
 def _setting(name: str, key: str) -> inspect.Parameter:
@@ -116,8 +148,16 @@ def _setting(name: str, key: str) -> inspect.Parameter:
         metavar=flag.metavar,
         help=f"{setting.help}{choices} ({key}, default {setting.default})",
         rich_help_panel=f"Settings: {key.partition('.')[0]}",
+        autocompletion=pulled_models if key == "model.name" else None,
     )
     return _keyword(name, Annotated[kind | None, option])
+
+
+def pulled_models(incomplete: str) -> list[str]:
+    """Models of the store that begin like this, for shell completion."""
+    from eeinfer.model.store import pulled
+
+    return [name for name in pulled() if name.startswith(incomplete)]
 
 
 def _option_type(annotation: Any) -> Any:
@@ -126,5 +166,5 @@ def _option_type(annotation: Any) -> Any:
     return bare if bare in {int, float, bool} or get_origin(bare) is Literal else str
 
 
-def _keyword(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from eeinfer.cli.options import note
+from eeinfer.cli.verbosity import is_quiet
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -15,8 +18,8 @@ Update = Callable[[str, int, int], None]  # label, done, total
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Update]:
     """A bar for each label on a terminal, else one plain line when a label begins and one when it is done."""
-    if not console.is_terminal:
-        yield _plain(console)
+    if is_quiet() or not console.is_terminal:
+        yield _plain()
         return
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -32,13 +35,13 @@ def progress_bars(console: Console) -> Iterator[Update]:
         yield update
 
 
-def _plain(console: Console) -> Update:
+def _plain() -> Update:
     said: set[str] = set()
 
     def update(label: str, done: int, total: int) -> None:
         line = f"{label}: done" if done == total else f"{label} …"
         if line not in said:
             said.add(line)
-            console.print(line, highlight=False)
+            note(line)
 
     return update

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from eeinfer.cli.options import note
 from eeinfer.cli.progress import progress_bars
 from eeinfer.model import store
 
@@ -23,9 +24,5 @@ def pull(
 
     console = Console(stderr=True)
     with progress_bars(console) as progress:
-        folder = store.pull(
-            model,
-            report=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-            progress=progress,
-        )
+        folder = store.pull(model, report=note, progress=progress)
     typer.echo(folder)

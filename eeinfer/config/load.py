@@ -1,7 +1,7 @@
 """Settings from their layers, each with its origin. Tables merge, lists replace.
 
-From low to high: built-in defaults, packaged with the exit heads, the calibration beside them, files (later ones win),
-environment, `--set`, explicit arguments.
+From low to high: built-in defaults, packaged with the exit heads, the calibration beside them, the user's file, the
+project's, files that were named (later ones win), the profile, environment, `--set`, explicit arguments.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eeinfer.config.profiles import Files, profile_entries
 from eeinfer.config.schema import Settings, declared
-from eeinfer.config.sources import read_assignments, read_environ, read_file
+from eeinfer.config.sources import Contents, Source, read_assignments, read_environ, read_file
 from eeinfer.config.validate import validated, validated_text
 from eeinfer.errors import ConfigError
 
 DEFAULT = "built-in default"
 ARGUMENT = "argument"
 CALIBRATION_NAME = "calibration.toml"  # beside the exit heads
+FOLDERS = ("model.name", "model.heads")  # settings that may be folders
 
 
 class Given(NamedTuple):
@@ -64,14 +66,16 @@ class Loaded:
             if key.partition(".")[0] != section:
                 section = key.partition(".")[0]
                 lines += ["", f"[{section}]"]
-            line = f"{key.partition('.')[2]} = {_toml(value)}"
+            line = f"{key.partition('.')[2]} = {toml_value(value)}"
             lines.append(f"{line:<40} # {self.origins[key]}" if origins else line)
         return "\n".join(lines[1:]) + "\n"
 
 
 def load_settings(
     *,
+    places: Sequence[Source] = (),
     files: Sequence[Path] = (),
+    profile: str | None = None,
     environ: Mapping[str, str] = os.environ,
     assignments: Sequence[str] = (),
     flags: Mapping[str, Any] = {},
@@ -80,7 +84,9 @@ def load_settings(
     """Merges the layers and validates them.
 
     Args:
-        files: TOML files, later ones win.
+        places: the files of the user and the project, from `eeinfer.config.files`.
+        files: further TOML files, later ones win.
+        profile: the name of a profile in `places` and `files`; it wins over their other settings.
         environ: variables named `EEINFER_SECTION__KEY`; a value is read as TOML, then as a comma list, then as text.
         assignments: `section.key=value`, values read as those of the environment.
         flags: dotted key to value, only what was explicitly given; a string is read as those of the environment.
@@ -90,8 +96,10 @@ def load_settings(
     Raises:
         ConfigError: an unknown name, a wrong type or range, a file that cannot be read; names the origin and the fix.
     """
-    shipped, calibration = _merged(_shipped(packaged))
-    given, own_calibration = _merged((path, str(path)) for path in files)
+    shipped, calibration = _merged(_read(_shipped(packaged)))
+    read = _read([*places, *(Source(path, str(path)) for path in files)])
+    given, own_calibration = _merged(read)
+    given.update(_profile_layer(profile, read))
     given.update(_text_layer(read_environ(environ)))
     given.update(_text_layer(read_assignments(assignments)))
     given.update(_argument_layer(flags))
@@ -103,28 +111,59 @@ def load_settings(
     return Loaded(_settings(layer), origins, own_calibration or calibration)
 
 
-def _shipped(packaged: Path | None) -> Iterator[tuple[Path, str]]:
-    """The files that come with the exit heads, each with its origin in words."""
+def check_file(source: Source, contents: Contents) -> None:
+    """Validate what a file holds, by itself.
+
+    Raises:
+        ConfigError: a wrong type or range, or thresholds that do not match the exits.
+    """
+    layer, _ = _merged([(source, contents)])
+    _check_lengths({key: Given(d.default, DEFAULT) for key, d in declared().items()} | layer)
+
+
+def _shipped(packaged: Path | None) -> Iterator[Source]:
+    """The files that come with the exit heads."""
     if packaged is None:
         return
     calibration = packaged.with_name(CALIBRATION_NAME)
     if packaged != calibration:
-        yield packaged, f"{packaged} (packaged with the exit heads)"
+        yield Source(packaged, f"{packaged} (packaged with the exit heads)")
     if calibration.is_file():
-        yield calibration, f"{calibration} (calibration of the exit heads)"
+        yield Source(calibration, f"{calibration} (calibration of the exit heads)")
 
 
-def _merged(files: Iterable[tuple[Path, str]]) -> tuple[Layer, Calibration | None]:
-    """The values of files, later ones win, and the last calibration among them."""
+def _read(sources: Iterable[Source]) -> Files:
+    return [(source, read_file(source)) for source in sources]
+
+
+def _merged(files: Files) -> tuple[Layer, Calibration | None]:
+    """The values of files, later ones win, and the last calibration among them. All of a file is validated."""
     layer: Layer = {}
     calibration = None
-    for path, origin in files:
-        contents = read_file(path)
-        own = {key: Given(validated(key, value, origin), origin) for key, value in contents.entries}
+    for source, contents in files:
+        own = {key: _given(source, key, value, source.origin) for key, value in contents.entries}
         layer.update(own)
         if contents.calibration is not None:
-            calibration = Calibration(origin, {key: given.value for key, given in own.items()}, contents.calibration)
+            values = {key: given.value for key, given in own.items()}
+            calibration = Calibration(source.origin, values, contents.calibration)
+        for name, profile in contents.profiles.items():
+            for key, value in profile.entries:
+                _given(source, key, value, f"{source.path}, profile {name}")
     return layer, calibration
+
+
+def _given(source: Source, key: str, value: object, origin: str) -> Given:
+    """A validated value of a file. A folder that begins with `./` or `../` is meant from where the file is."""
+    checked = validated(key, value, origin)
+    if key in FOLDERS and checked.startswith(("./", "../")):
+        checked = os.path.normpath(source.path.absolute().parent / checked)
+    return Given(checked, origin)
+
+
+def _profile_layer(name: str | None, files: Files) -> Layer:
+    if name is None:
+        return {}
+    return {key: _given(source, key, value, origin) for source, key, value, origin in profile_entries(name, files)}
 
 
 def _text_layer(entries: Iterator[tuple[str, str, str]]) -> Iterator[tuple[str, Given]]:
@@ -197,9 +236,10 @@ def _settings(layer: Layer) -> Settings:
     return Settings(**{section: classes[section](**values) for section, values in sections.items()})
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A setting as TOML writes it, on one line."""
     import tomli_w
 
     if isinstance(value, tuple):  # on one line, where tomli_w would take one a value
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")

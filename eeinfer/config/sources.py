@@ -14,39 +14,105 @@ from eeinfer.errors import ConfigError
 
 ENV_PREFIX = "EEINFER_"
 CALIBRATION = "calibration"  # a table that is no settings: what a calibration file certifies, and for what
-NOT_SETTINGS = ("EEINFER_HOME",)  # variables that are not settings; HOME is the folder of the model store
+PROFILE = "profile"  # a table of named sets of settings
+INHERITS = "inherits"
+# Variables that are not settings: the folder of the model store, the profile, and how much standard error says.
+NOT_SETTINGS = ("EEINFER_HOME", "EEINFER_PROFILE", "EEINFER_LOG_LEVEL")
+
+Entries = list[tuple[str, object]]  # dotted keys and values
+
+
+class Source(NamedTuple):
+    """A TOML file of settings: its path, how messages and `--origin` call it, and the table in it that counts."""
+
+    path: Path
+    origin: str
+    table: tuple[str, ...] = ()
+
+
+class Profile(NamedTuple):
+    """A profile as it stands in one file: its own settings, and the name of the profile beneath it, if any."""
+
+    entries: Entries
+    inherits: str | None
 
 
 class Contents(NamedTuple):
-    """Dotted keys and values of a file in its order, and its table `[calibration]` if it is a calibration file."""
+    """What a file holds: settings in its order, `[calibration]` if it is a calibration file, and its profiles."""
 
-    entries: list[tuple[str, object]]
+    entries: Entries
     calibration: Mapping[str, Any] | None
+    profiles: Mapping[str, Profile]
 
 
-def read_file(path: Path) -> Contents:
+def read_file(source: Source) -> Contents:
     """What a TOML file holds.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML (with line and column) or has an unknown section or key.
     """
+    return contents(read_table(source.path, source.table) or {}, source.path)
+
+
+def read_table(path: Path, table: tuple[str, ...]) -> dict[str, Any] | None:
+    """A table of a TOML file, by default all of it; None when the file has no such table.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML, or something else has the table's name.
+    """
+    found = _parse(path)
+    for depth, name in enumerate(table, start=1):
+        if name not in found:
+            return None
+        below = found[name]
+        if not isinstance(below, dict):
+            raise ConfigError(f"{path}: {'.'.join(table[:depth])} is a table; write [{'.'.join(table)}]")
+        found = below
+    return found
+
+
+def contents(document: Mapping[str, Any], path: Path) -> Contents:
+    """The parts of a parsed file; `path` is for messages.
+
+    Raises:
+        ConfigError: an unknown section or key.
+    """
+    special = {name: document.get(name) for name in (CALIBRATION, PROFILE)}
+    for name, table in special.items():
+        if not isinstance(table, dict | None):
+            what = "of calibration files" if name == CALIBRATION else "of profiles"
+            raise ConfigError(f"{path}: {name} is a table {what}; write [{name}{'.NAME' * (name == PROFILE)}]")
+    sections = {name: table for name, table in document.items() if name not in special}
+    profiles = {name: _profile(path, name, table) for name, table in (special[PROFILE] or {}).items()}
+    return Contents(_entries(path, sections), special[CALIBRATION], profiles)
+
+
+def _profile(path: Path, name: str, table: object) -> Profile:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: profile.{name} is a table; write [profile.{name}.SECTION] and its keys below it")
+    inherits = table.get(INHERITS)
+    if not isinstance(inherits, str | None):
+        raise ConfigError(f"{path}: profile.{name}.{INHERITS} must be the name of a profile; got {inherits!r}")
+    sections = {section: own for section, own in table.items() if section != INHERITS}
+    return Profile(_entries(path, sections, f"{PROFILE}.{name}."), inherits)
+
+
+def _entries(path: Path, document: Mapping[str, Any], prefix: str = "") -> Entries:
     known = declared()
     sections = dict.fromkeys(key.partition(".")[0] for key in known)
-    entries: list[tuple[str, object]] = []
-    document = _parse(path)
-    calibration = document.pop(CALIBRATION, None)
-    if calibration is not None and not isinstance(calibration, dict):
-        raise ConfigError(f"{path}: {CALIBRATION} is a table of calibration files; write [{CALIBRATION}]")
+    entries: Entries = []
     for section, table in document.items():
         if section not in sections:
-            _unknown_section(path, section, table, sections)
+            _unknown_section(path, prefix, section, table, sections)
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section} is a section; write [{section}] and its keys below it")
+            raise ConfigError(
+                f"{path}: {prefix}{section} is a section; write [{prefix}{section}] and its keys below it"
+            )
         for name, value in table.items():
-            if f"{section}.{name}" not in known:
-                _unknown_key(path, section, name)
-            entries.append((f"{section}.{name}", value))
-    return Contents(entries, calibration)
+            if (key := f"{section}.{name}") not in known:
+                raise ConfigError(f"{path}: unknown key {prefix + key!r}{did_you_mean(key, known)}")
+            entries.append((key, value))
+    return entries
 
 
 def read_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -106,12 +172,8 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
     return f"{path}, line {line}, column {column}: not valid TOML: {what or message}"
 
 
-def _unknown_section(path: Path, section: str, table: object, sections: Mapping[str, None]) -> None:
+def _unknown_section(path: Path, prefix: str, section: str, table: object, sections: Mapping[str, None]) -> None:
     if isinstance(table, dict):
-        raise ConfigError(f"{path}: unknown section {section!r}{did_you_mean(section, sections)}")
-    raise ConfigError(f"{path}: unknown key {section!r}{did_you_mean(section, declared())}")
-
-
-def _unknown_key(path: Path, section: str, name: str) -> None:
-    key = f"{section}.{name}"
-    raise ConfigError(f"{path}: unknown key {key!r}{did_you_mean(key, declared())}")
+        names = [*sections] if prefix else [*sections, PROFILE]
+        raise ConfigError(f"{path}: unknown section {prefix + section!r}{did_you_mean(section, names)}")
+    raise ConfigError(f"{path}: unknown key {prefix + section!r}{did_you_mean(section, declared())}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -22,7 +23,7 @@ from eeinfer.core.strategy import leave_rule
 from eeinfer.engine.engine import Engine
 from eeinfer.errors import ConfigError, HeadsError, ModelError
 from eeinfer.exits.check import Exit
-from eeinfer.exits.files import CONFIG_NAME, Base, has_heads, load_heads
+from eeinfer.exits.files import CONFIG_NAME, Base, HeadsFile, has_heads, load_heads
 from eeinfer.exits.heads import ExitHead, ExitSpec, build_head
 from eeinfer.model import store
 from eeinfer.model.decoder import Decoder
@@ -39,6 +40,7 @@ from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape
 
 Note = Callable[[str], None]
+log = logging.getLogger(__name__)
 PACKAGED_SETTINGS = "eeinfer.toml"
 
 
@@ -83,7 +85,9 @@ def locate(settings: ModelSettings, note: Note) -> Located:
     config = model_config(folder)
     identity = fingerprint(folder)
     base = Base(settings.name, identity, config.hidden_size, config.vocab_size, config.num_layers)
-    return Located(folder, config, base, _find_heads(settings.heads, folder, base, note))
+    heads = _find_heads(settings.heads, folder, base, note)
+    log.debug("model in %s, %s; exit heads in %s", folder, identity, heads)
+    return Located(folder, config, base, heads)
 
 
 def _find_heads(asked: str, folder: Path, base: Base, note: Note) -> Path | None:
@@ -189,6 +193,7 @@ def build_runner(
         blocks = num_blocks(settings.cache, decoder.config, decoder.dtype, decoder.device, max_num_seqs)
     else:
         blocks = cache.shape[2] - 1
+    log.debug("%d KV blocks of %d tokens", blocks, settings.cache.block_size)
     # Each sequence in flight holds at least one block.
     shape = CacheShape(blocks, settings.cache.block_size, min(max_num_seqs, blocks))
     return runner_class(decoder, exits, settings.exits.completion, shape, cache=cache, readiness=readiness)
@@ -215,10 +220,12 @@ class PlannedExit(NamedTuple):
     threshold: float
 
 
-def plan_exits(settings: Settings, located: Located, note: Note) -> list[PlannedExit]:
+def plan_exits(
+    settings: Settings, located: Located, note: Note, read: Callable[[Path, Base], HeadsFile] = load_heads
+) -> list[PlannedExit]:
     """The exits in use: those whose threshold can be reached; none for the strategy `full`.
 
-    What can be wrong with the settings of exits shows here, before the weights are read.
+    What can be wrong with the settings of exits shows here, before the weights are read. `read` reads the heads.
 
     Raises:
         ConfigError: exits or thresholds that do not fit this model.
@@ -227,7 +234,7 @@ def plan_exits(settings: Settings, located: Located, note: Note) -> list[Planned
     if settings.batching.strategy == "full":
         return []
     exits = settings.exits
-    heads = _heads(exits, located, note)
+    heads = _heads(exits, located, note, read)
     thresholds = _thresholds(exits, [spec.layers_executed for spec, _ in heads])
     planned = [PlannedExit(*head, threshold) for head, threshold in zip(heads, thresholds, strict=True)]
     reachable = [exit_ for exit_ in planned if exit_.threshold != inf]
@@ -249,10 +256,12 @@ def _check_gates(planned: Sequence[PlannedExit], located: Located) -> None:
         )
 
 
-def _heads(exits: ExitSettings, located: Located, note: Note) -> list[tuple[ExitSpec, Mapping[str, Tensor]]]:
+def _heads(
+    exits: ExitSettings, located: Located, note: Note, read: Callable[[Path, Base], HeadsFile]
+) -> list[tuple[ExitSpec, Mapping[str, Tensor]]]:
     tuned: dict[int, tuple[ExitSpec, Mapping[str, Tensor]]] = {}
     if located.heads is not None:
-        file = load_heads(located.heads, located.base)
+        file = read(located.heads, located.base)
         tuned = {spec.layers_executed: (spec, own) for spec, own in zip(file.specs, file.tensors, strict=True)}
     layers = tuple(tuned) if exits.layers == "auto" else exits.layers
     num_layers = located.config.num_layers

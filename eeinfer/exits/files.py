@@ -108,6 +108,16 @@ def load_heads(folder: Path, base: Base) -> HeadsFile:
     Raises:
         HeadsError: a file is missing or malformed, or the heads belong to another base model.
     """
+    specs = load_specs(folder, base)
+    return HeadsFile(specs, _read_tensors(folder / TENSORS_NAME, specs, base))
+
+
+def load_specs(folder: Path, base: Base) -> tuple[ExitSpec, ...]:
+    """Read and check what `exit_config.json` says of the heads in `folder`, without their tensors.
+
+    Raises:
+        HeadsError: as `load_heads`.
+    """
     path = folder / CONFIG_NAME
     config = _read_config(path)
     _check_base(path, config, base)
@@ -115,7 +125,7 @@ def load_heads(folder: Path, base: Base) -> HeadsFile:
     depths = [spec.layers_executed for spec in specs]
     if depths != sorted(set(depths)):
         raise HeadsError(f"{path}: exits must be in increasing order of layers_executed, without repeats; got {depths}")
-    return HeadsFile(specs, _read_tensors(folder / TENSORS_NAME, specs, base))
+    return specs
 
 
 def _read_config(path: Path) -> dict[str, Any]:

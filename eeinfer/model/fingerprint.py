@@ -53,7 +53,9 @@ NUMERIC_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class StoredTensor:
+    """A tensor of a checkpoint, as the header of its file describes it."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +73,17 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     config = read_json(folder / CONFIG_FILE)
     digest.update(json.dumps(_numeric_config(config), sort_keys=True).encode())
-    tensors: dict[str, _Tensor] = {}
+    for _, tensor in sorted(stored_tensors(folder).items()):
+        _update(digest, tensor)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of the checkpoint in `folder` by name, from the headers of its files.
+
+    Raises ModelError as `fingerprint` does.
+    """
+    tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
         for tensor in _read_header(file):
             if tensor.name in tensors:
@@ -79,9 +91,7 @@ def fingerprint(folder: Path) -> str:
                     f"{file}: tensor {tensor.name} is also in {tensors[tensor.name].file.name}; remove one"
                 )
             tensors[tensor.name] = tensor
-    for name in sorted(tensors):
-        _update(digest, tensors[name])
-    return f"sha256:{digest.hexdigest()}"
+    return tensors
 
 
 def _numeric_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return {key: _number(value) for key, value in rope.items() if value is not None}
 
 
-def _read_header(path: Path) -> list[_Tensor]:
+def _read_header(path: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file: 8 bytes header length, JSON header, data. Checks that all of it is there."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -148,16 +158,16 @@ def _read_header(path: Path) -> list[_Tensor]:
     return tensors
 
 
-def _tensor(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> _Tensor:
+def _tensor(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     begin, end = (int(offset) for offset in entry["data_offsets"])
     if not 0 <= begin <= end:
         raise ValueError(f"tensor {name} has offsets {begin}, {end}")
-    return _Tensor(
+    return StoredTensor(
         name, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), path, data_start + begin, end - begin
     )
 
 
-def _update(digest: Any, tensor: _Tensor) -> None:
+def _update(digest: Any, tensor: StoredTensor) -> None:
     """Adds name, type, shape and samples: all of a tensor up to 64 KiB, else 64 KiB from start, middle and end."""
     digest.update(json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
     offsets = (0, (tensor.size - SAMPLE_BYTES) // 2, tensor.size - SAMPLE_BYTES) if tensor.size > SAMPLE_BYTES else (0,)

@@ -132,10 +132,14 @@ def _local_folder(name: str) -> Path | None:
     return None
 
 
+def pulled() -> list[str]:
+    """Names of the models in the store, sorted."""
+    return sorted(path.parent.name.replace("--", "/") for path in home().glob(f"models/*/{MANIFEST_FILE}"))
+
+
 def _hint(name: str) -> str:
     """What may be wrong with a name that is not known, in brackets."""
-    pulled = [path.parent.name.replace("--", "/") for path in home().glob(f"models/*/{MANIFEST_FILE}")]
-    near = get_close_matches(name, {*WHEELS, *pulled} - {name}, n=1)
+    near = get_close_matches(name, {*WHEELS, *pulled()} - {name}, n=1)
     if Path(name).is_dir():
         return f" (the folder {name} has no config.json)"
     return f" (did you mean {near[0]}?)" if near else ""

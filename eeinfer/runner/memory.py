@@ -97,12 +97,20 @@ def num_blocks(
                 f"{free / 2**20:.0f} MiB are free on {device}: at most {free // size} fit"
             )
         return settings.num_blocks
-    fraction = _FRACTION[device.type] if settings.memory_fraction == "auto" else settings.memory_fraction
     useful = max_num_seqs * -(-config.max_position // settings.block_size)
-    fitting = int(free * fraction) // size
+    fitting = fitting_blocks(settings, device, free, size)
     if fitting < 1:
         raise ConfigError(
-            f"not one KV block of {size / 2**20:.1f} MiB fits {fraction:.0%} of the {free / 2**20:.0f} MiB free on "
-            f"{device}: raise cache.memory_fraction or take a smaller model"
+            f"not one KV block of {size / 2**20:.1f} MiB fits {_fraction(settings, device):.0%} of the "
+            f"{free / 2**20:.0f} MiB free on {device}: raise cache.memory_fraction or take a smaller model"
         )
     return min(useful, fitting)
+
+
+def fitting_blocks(settings: CacheSettings, device: torch.device, free: int, size: int) -> int:
+    """KV blocks of `size` bytes that fit the share of `free` bytes that the cache may take."""
+    return int(free * _fraction(settings, device)) // size
+
+
+def _fraction(settings: CacheSettings, device: torch.device) -> float:
+    return _FRACTION[device.type] if settings.memory_fraction == "auto" else settings.memory_fraction

@@ -1,0 +1,126 @@
+"""A quick test of this machine: a tiny random model answers in batches with early exit, and must match a reference."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from eeinfer.config.load import load_settings
+from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from eeinfer.engine.build import Located, Model, build_engine, build_runner, device_of, dtype_of, plan_exits
+from eeinfer.exits.files import Base
+from eeinfer.model.decoder import Decoder
+from eeinfer.model.families import ModelConfig, model_config
+from eeinfer.model.folder import CONFIG_FILE
+from eeinfer.model.random_weights import STANDARD_DEVIATION, random_weights
+from eeinfer.model.tokenizer import NoTokenizer
+from eeinfer.model.weights import stored
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+_EXITS = {"exits.layers": (2, 4), "exits.threshold": 0.2, "batching.strategy": "split"}
+_GAIN = 2.0  # of every matrix, so that each layer matters and the best token wins by far more than rounding
+_PROMPTS, _TOKENS = 8, 12
+
+Tokens = list[tuple[int, int]]  # (token, layers executed)
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """The outcome: tokens by layers executed, and the first answer that differs, in words; None if none does."""
+
+    depths: dict[int, int]
+    difference: str | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether all answers match, and tokens left at several depths."""
+        return self.difference is None and len(self.depths) > 1
+
+
+def self_test(device: str) -> SelfTest:
+    """Answers in float32 on `device`, in batches that a small cache preempts, against the same model in float64.
+
+    The reference runs on the CPU, one request at a time and with room for all of it. Tokens and depths must be equal,
+    as under `split` they do not depend on a row's companions.
+
+    Raises:
+        EeinferError: the device cannot be used.
+    """
+    crowded = {"batching.max_num_seqs": 8, "cache.block_size": 4, "cache.num_blocks": 24}
+    alone = {"batching.max_num_seqs": 1, "cache.block_size": 16, "cache.num_blocks": 8}
+    config = _config()
+    here = _answers(config, _EXITS | crowded | {"model.device": device, "model.dtype": "float32"})
+    expected = _answers(config, _EXITS | alone | {"model.device": "cpu", "model.dtype": "float64"})
+    wrong = next((name for name, answer in expected.items() if here[name] != answer), None)
+    depths = Counter(depth for answer in here.values() if not isinstance(answer, str) for _, depth in answer)
+    difference = None if wrong is None else f"{wrong}: {_shown(here[wrong])} for {_shown(expected[wrong])}"
+    return SelfTest(dict(sorted(depths.items())), difference)
+
+
+def _config() -> ModelConfig:
+    with TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG_FILE).write_text(json.dumps(_CONFIG), encoding="utf-8")
+        return model_config(Path(folder))
+
+
+def _answers(config: ModelConfig, flags: dict[str, Any]) -> dict[str, Tokens | str]:
+    """The tokens of each request, or its error."""
+    settings = load_settings(flags=flags, environ={}).settings
+    located = Located(
+        None, config, Base("self-test", "", config.hidden_size, config.vocab_size, config.num_layers), None
+    )
+    model = Model(_decoder(config, settings.model.device, settings.model.dtype), NoTokenizer())
+    planned = plan_exits(settings, located, lambda _: None)
+    engine = build_engine(settings, model, build_runner(settings, model, planned))
+    for request in _requests(config):
+        engine.add(request)
+    answers: dict[str, Tokens | str] = {}
+    while engine.has_work:
+        answers |= {output.id: _tokens(output) for output in engine.step().finished}
+    return answers
+
+
+def _decoder(config: ModelConfig, device: str, dtype: str) -> Decoder:
+    weights = random_weights(config, torch.float32, torch.device("cpu"), seed=1)
+    for tensor in stored(weights).values():
+        if tensor.dim() > 1 and tensor.std() > 0:  # not the gains
+            tensor.mul_(_GAIN / STANDARD_DEVIATION / tensor.shape[-1] ** 0.5)
+    place, kind = device_of(device), dtype_of(dtype, dtype)
+    moved = {name: tensor.to(place, kind) for name, tensor in stored(weights).items()}
+    if config.tied:
+        moved["lm_head"] = moved["embedding"]
+    return Decoder(config, type(weights)(**moved))
+
+
+def _requests(config: ModelConfig) -> list[Request]:
+    generator = torch.Generator().manual_seed(2)
+    sampling = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
+    lengths = [3 + 5 * i % 13 for i in range(_PROMPTS)]
+    prompts = [torch.randint(config.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [Request(f"request {i}", prompt_token_ids=tuple(ids), sampling=sampling) for i, ids in enumerate(prompts)]
+
+
+def _tokens(output: RequestOutput) -> Tokens | str:
+    if output.finish_reason is FinishReason.ERROR:
+        return output.error or "failed"
+    return [(token.token_id, token.layers_executed) for token in output.tokens]
+
+
+def _shown(answer: Tokens | str) -> str:
+    return answer if isinstance(answer, str) else " ".join(f"{token}@{depth}" for token, depth in answer)
