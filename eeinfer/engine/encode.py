@@ -16,13 +16,15 @@ def encode(request: Request, tokenizer: Tokenizer | NoTokenizer, vocab_size: int
     if request.prompt_token_ids is not None:
         tokens = list(request.prompt_token_ids)
         if bad := [token for token in tokens if not 0 <= token < vocab_size]:
-            raise RequestError(f"prompt token {bad[0]} is outside the vocabulary of {vocab_size}")
+            raise RequestError(f"prompt token {bad[0]} is outside the vocabulary of {vocab_size}: leave it out")
     elif request.messages is not None:
         tokens = tokenizer.encode_chat(request.messages)
     elif request.prompt is not None:
         tokens = tokenizer.encode(request.prompt)
     else:
-        raise RequestError("the request has neither prompt nor messages")
+        raise RequestError("the request has neither prompt nor messages: give one of them")
     if not tokens:
-        raise RequestError("the prompt is empty")
+        by_template = request.messages is not None
+        empty = "the chat template makes no text of these messages" if by_template else "the prompt is empty"
+        raise RequestError(f"{empty}, so there is nothing to go on from: give some text")
     return tokens
