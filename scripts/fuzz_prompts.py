@@ -32,6 +32,7 @@ from eeinfer.errors import EeinferError, RequestError  # noqa: E402
 from eeinfer.model.tokenizer import Tokenizer  # noqa: E402
 
 LINES_A_FILE = 20
+FILES_A_TURN = 250
 
 TEXT = st.text(max_size=30) | st.sampled_from(
     ["", "</s>", "<s>", "😀", "\ud83d", "\0", "a\u2028b", "{{ 1 }}", "\ufeff"]
@@ -100,20 +101,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer(write_model(Path(folder) / "model", "gqa"), VOCAB)
 
-        @seed(chosen.seed)
-        @settings(
-            max_examples=-(-chosen.lines // LINES_A_FILE),
-            deadline=None,
-            database=None,
-            phases=[Phase.explicit, Phase.generate, Phase.shrink],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(st.lists(LINE, min_size=LINES_A_FILE, max_size=LINES_A_FILE))
-        def fuzz(lines: list[bytes]) -> None:
-            check(lines, tokenizer, counts)
-
-        fuzz()
+        for turn in range(chosen.seed, chosen.seed + -(-chosen.lines // (LINES_A_FILE * FILES_A_TURN))):
+            fuzz(turn, tokenizer, counts)
     print(", ".join(f"{name} {count:,}" for name, count in counts.most_common()))
+
+
+def fuzz(turn: int, tokenizer: Tokenizer, counts: Counter[str]) -> None:
+    """Files of one turn. Hypothesis remembers what it has tried, so that one turn for all would fill the memory."""
+
+    @seed(turn)
+    @settings(
+        max_examples=FILES_A_TURN,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(LINE, min_size=LINES_A_FILE, max_size=LINES_A_FILE))
+    def one_file(lines: list[bytes]) -> None:
+        check(lines, tokenizer, counts)
+
+    one_file()
 
 
 def check(lines: list[bytes], tokenizer: Tokenizer, counts: Counter[str]) -> None:

@@ -169,8 +169,9 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(run: Run, prompts: 
             assert ended.code == 2
             assert f"{option} {output}: " in ended.err
             assert message in ended.err
-    ended = run("generate", "--prompts", prompts, "-o", tmp_path / "a.jsonl", "--stats", tmp_path / "a.jsonl")
-    assert "the answers go to this file; name another" in ended.err
+    for name in ("a.jsonl", "a.jsonl.journal"):
+        ended = run("generate", "--prompts", prompts, "-o", tmp_path / "a.jsonl", "--stats", tmp_path / name)
+        assert "the answers go to this file; name another" in ended.err
     assert prompts.read_bytes() == content
     assert FakeLLM.built == []
 

@@ -14,7 +14,11 @@ from pathlib import Path
 import pytest
 from fake_llm import ROOT, FakeLLM, Run, runner
 
+from eeinfer import LLM, Request, SamplingParams
 from eeinfer.cli.app import INTERRUPTED, main
+from eeinfer.cli.interrupt import Interrupts
+from eeinfer.core.sequence import Status
+from eeinfer.engine.engine import Stats
 
 PROMPTS = [
     '{"prompt": "one two", "id": "a"}',
@@ -179,6 +183,51 @@ def test_bad_lines_alone_do_not_resume_another_run(
 
 
 # A real engine
+
+
+def test_drain_finishes_what_has_started_preempted_requests_among_it(make_llm: Callable[..., LLM]) -> None:
+    requests = [Request(str(i), prompt="abcdefgh"[: i + 2], sampling=SamplingParams(ignore_eos=True)) for i in range(8)]
+    undisturbed = {output.id: output for output in make_llm(max_tokens=20).generate(requests)}
+    llm = make_llm(max_tokens=20, num_blocks=16)  # 4 requests of up to 7 blocks do not fit
+    started: list[str] = []
+
+    def step(stats: Stats) -> None:
+        if stats.preemptions and not started:
+            started.extend(s.request_id for s in llm.engine.scheduler.live if s.depths)
+            waiting = [s for s in llm.engine.scheduler.live if s.status is Status.WAITING]
+            assert any(s.depths for s in waiting), "one was preempted"
+            llm.drain()
+
+    outputs = llm.generate(requests, on_step=step)
+    assert {output.id for output in outputs} >= set(started)
+    assert 0 < len(outputs) < len(requests)
+    assert outputs == [undisturbed[output.id] for output in outputs]
+    assert [output.id for output in llm.generate([requests[-1]])] == ["7"], "a drained engine takes new requests"
+
+
+def test_ctrl_c_before_the_first_step_and_the_third_time_is_not_waited_for() -> None:
+    drained: list[bool] = []
+    interrupts = Interrupts(lambda: drained.append(True), lambda _: None)
+    with pytest.raises(KeyboardInterrupt), interrupts.watched():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    interrupts = Interrupts(lambda: drained.append(True), lambda _: None)
+    with interrupts.watched():
+        interrupts.step()
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert not drained
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts(pytest.fail, pytest.fail).watched():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_killed_and_interrupted_runs_end_in_the_file_of_an_undisturbed_one(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rich.text import Text
 
 from eeinfer.cli.meter import Meter
 from eeinfer.cli.show import DepthPainter
@@ -15,7 +18,6 @@ from eeinfer.engine.prompt_file import LineError, error_line, output_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class AnswerWriter:
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
     depths: Counter[int] = field(default_factory=Counter)
-    _waiting: dict[int, tuple[bytes, Text] | None] = field(default_factory=dict)
+    _waiting: dict[int, tuple[Mapping[str, Any], Text] | None] = field(default_factory=dict)
     _next: int = 0
 
     def put(self, place: int, output: RequestOutput, line_number: int | None) -> None:
@@ -56,18 +58,19 @@ class AnswerWriter:
         self._count(place, line)
         if output.error is None:
             self.depths.update(t.layers_executed for t in output.tokens)
-        text = self.painter.answer(output) if output.error is None else self.painter.failure(output.id, output.error)
-        self._queue(place, (encode_line(line), text))
+            self._queue(place, line, partial(self.painter.answer, output))
+        else:
+            self._queue(place, line, partial(self.painter.failure, output.id, output.error))
 
     def put_bad_line(self, place: int, bad: LineError) -> None:
         """Take a line that is no request."""
         self.failures[place] = bad.message
-        self._queue(place, (encode_line(error_line(bad)), self.painter.failure(bad.id, bad.message)))
+        self._queue(place, error_line(bad), partial(self.painter.failure, bad.id, bad.message))
 
     def keep(self, place: int, line: Mapping[str, Any]) -> None:
         """Count an answer that the journal holds from before."""
         self._count(place, line)
-        self._queue(place, None)
+        self._queue(place, None, Text)
 
     def close(self) -> None:
         """Write what waits for answers that do not come, and the legend of the marked text."""
@@ -75,11 +78,6 @@ class AnswerWriter:
             self._write(self._waiting.pop(place))
         if self.console and self.depths:
             self.console.print(self.painter.legend(self.depths), highlight=False)
-
-    @property
-    def first_failure(self) -> str:
-        """The first in the order of the prompts."""
-        return self.failures[min(self.failures)]
 
     def _count(self, place: int, line: Mapping[str, Any]) -> None:
         if (error := line.get("error")) is None:
@@ -89,19 +87,20 @@ class AnswerWriter:
         number = line.get("line")
         self.failures[place] = f"{line['id']}: {error}" if number is None else f"line {number}: {line['id']}: {error}"
 
-    def _queue(self, place: int, written: tuple[bytes, Text] | None) -> None:
-        self._waiting[place] = written
+    def _queue(self, place: int, line: Mapping[str, Any] | None, paint: Callable[[], Text]) -> None:
+        shown = self.stream or self.console
+        self._waiting[place] = (line, paint() if self.console else Text()) if line is not None and shown else None
         while self._next in self._waiting:
             self._write(self._waiting.pop(self._next))
             self._next += 1
 
-    def _write(self, written: tuple[bytes, Text] | None) -> None:
-        if written is None or not (self.stream or self.console):
+    def _write(self, written: tuple[Mapping[str, Any], Text] | None) -> None:
+        if written is None:
             return
         line, text = written
         with self.meter.hidden():
             if self.stream:
-                self.stream.write(line)
+                self.stream.write(encode_line(line))
                 self.stream.flush()
             if self.console:
                 self.console.print(text, soft_wrap=not self.console.is_terminal, highlight=False)

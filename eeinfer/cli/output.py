@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from eeinfer.engine.journal import Journal, open_journal
+from eeinfer.engine.journal import Journal, journal_path, open_journal
 from eeinfer.errors import EeinferError
 
 
@@ -36,7 +36,7 @@ def stats_path(given: str, prompts: Path, output: Path | None) -> Path:
         EeinferError: it cannot be written, or is the prompt file or that of the answers.
     """
     path = _writable(f"--stats {given}", given, prompts)
-    if path == output:
+    if output is not None and path in {output, journal_path(output)}:
         raise EeinferError(f"--stats {given}: the answers go to this file; name another")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise EeinferError(f"--stats {given}: cannot be written: permission denied; name another file")

@@ -152,6 +152,11 @@ class Journal:
         self._file.truncate(self._end)
 
 
+def journal_path(target: Path) -> Path:
+    """Where the journal of `target` is."""
+    return target.with_name(f"{target.name}.journal")
+
+
 @contextmanager
 def open_journal(target: Path, *, resume: bool) -> Iterator[Journal]:
     """The journal of `target`, with its lock held. It goes away at the end if there is no answer in it.
@@ -160,7 +165,7 @@ def open_journal(target: Path, *, resume: bool) -> Iterator[Journal]:
         EeinferError: another run is at work on `target`, nothing can be written there, or a run that was interrupted
             has left answers and `resume` does not say to go on with them.
     """
-    path = target.with_name(f"{target.name}.journal")
+    path = journal_path(target)
     with _locked(target):
         try:
             file = path.open("a+b")
