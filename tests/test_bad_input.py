@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny import BOS, EOS
 from torch import Tensor
 
-from eeinfer import LLM, SamplingParams
+from eeinfer import LLM, Request, SamplingParams
 from eeinfer.cli.app import main
 from eeinfer.engine.engine import _Answer
 from eeinfer.engine.prompt_file import MAX_LINE_BYTES
@@ -357,6 +357,20 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_before_it(answered: A
     assert answered("ab😀cd".encode(), "b😀c") == ("a", True)
     assert answered("ab😀".encode(), "😀") == ("ab", True)
     assert answered("ab😀".encode()[:-1], "😀") == ("ab", False)
+
+
+def test_from_python_too_only_the_bad_request_fails(model: Path) -> None:
+    bad = [
+        Request("surrogate", prompt="\ud83d"),
+        Request("turn", messages=({"role": "user", "content": "\ud83d"},)),
+        Request("token", prompt_token_ids=(1, 272)),
+        Request("nothing"),
+    ]
+    llm = LLM(str(model), device="cpu", num_blocks=8, max_tokens=2)
+    *failed, good = llm.generate([*bad, Request("good", prompt="a")])
+    words = ["half a surrogate pair", "half a surrogate pair", "prompt token 272 is outside", "give one of them"]
+    assert [word in str(output.error) for word, output in zip(words, failed, strict=True)] == [True] * 4
+    assert (good.error, len(good.tokens)) == (None, 2)
 
 
 def test_special_tokens_written_as_text_are_special_as_in_transformers_and_vllm(model: Path) -> None:
