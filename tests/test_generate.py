@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_llm import ROOT, FakeLLM, FakeStats, Run, runner
 from rich.console import Console
 
-from eeinfer.cli.meter import summary
 from eeinfer.cli.show import SCALE, DepthPainter, shows_colours
 from eeinfer.core.request import FinishReason, RequestOutput, TokenRecord
 
@@ -52,10 +51,34 @@ def test_answers_come_in_order_with_an_error_line_for_each_failure(run: Run, pro
 def test_standard_error_has_a_summary_and_a_count_of_failures(run: Run, prompts: Path) -> None:
     notes = run("generate", "--prompts", prompts).err.splitlines()
     assert notes[0] == "loaded"
-    assert notes[1].startswith("2 answers; 5 tokens in 2.0 s (1.5 tokens/s); 24.0 of 30 layers a token; ")
-    assert "left at 18: 40.0%, 30: 60.0%" in notes[1]
-    assert notes[2].startswith("2 of 4 prompts failed; the first: line 2: not JSON")
-    assert len(notes) == 3
+    assert {words.split()[0]: " ".join(words.split()[1:]) for words in notes[1:-1]} == {
+        "requests": "2 answered (error 1, stop 2), 2 failed",
+        "tokens": "5 in 2.0 s, 1.5 tokens/s",
+        "time": "load 0.0 s, prefill 0.5 s, decode 1.5 s",
+        "layers": "24.0 of 30 a token; left at 18: 40.0%, 30: 60.0%",
+        "counters": "made up hits 3",
+    }
+    assert notes[-1].startswith(f"2 of 4 prompts failed; the first: {prompts}, line 2: not JSON")
+
+
+def test_stats_are_written_with_every_counter_of_the_engine(run: Run, prompts: Path, tmp_path: Path) -> None:
+    file = tmp_path / "stats.json"
+    assert run("generate", "--prompts", prompts, "--stats", file).code == 1
+    stats = json.loads(file.read_text(encoding="utf-8"))
+    assert stats["requests"] == {
+        "total": 4,
+        "ok": 2,
+        "failed": 2,
+        "bad_lines": 1,
+        "unanswered": 0,
+        "kept": 0,
+        "finish_reasons": {"stop": 2, "error": 1},
+    }
+    assert stats["exit_shares"] == {"18": 0.4, "30": 0.6}
+    assert (stats["mean_layers"], stats["num_layers"], stats["tokens_per_second"]) == (24.0, 30, 1.5)
+    assert set(stats["seconds"]) == {"load", "prefill", "decode"}
+    assert (stats["seconds"]["prefill"], stats["seconds"]["decode"]) == (0.5, 1.5)
+    assert stats["counters"] == {field.name: getattr(FakeLLM.built[0].stats, field.name) for field in fields(FakeStats)}
 
 
 def test_all_answered_is_exit_code_0(run: Run) -> None:
@@ -132,27 +155,6 @@ def test_an_output_file_appears_whole_with_its_settings(run: Run, prompts: Path,
     assert run("config", "show", "-c", tmp_path / "answers.jsonl.settings.toml").code == 0
 
 
-def test_an_interrupted_run_keeps_its_answers_aside(
-    run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "answers.jsonl"
-    output.write_text("of an earlier run\n")
-    monkeypatch.setattr(FakeLLM, "interrupt_after", 1)
-    ended = run("generate", "--prompts", prompts, "-o", output)
-    assert ended.code == 130
-    assert f"stopped early; the answers so far are in {output}.partial" in ended.err
-    assert output.read_text() == "of an earlier run\n"
-    assert [json.loads(line)["id"] for line in Path(f"{output}.partial").read_text().splitlines()] == ["a", "line-2"]
-
-
-def test_a_run_that_fails_before_its_first_answer_leaves_nothing(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeLLM, "interrupt_after", 0)
-    assert run("generate", "--prompts", "-", "-o", tmp_path / "a.jsonl", stdin='{"prompt": "a"}').code == 130
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_output_that_cannot_be_is_refused_before_any_work(run: Run, prompts: Path, tmp_path: Path) -> None:
     content = prompts.read_bytes()
     (tmp_path / "link.jsonl").symlink_to(prompts)
@@ -162,9 +164,14 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(run: Run, prompts: 
         (tmp_path, "this is a folder; name a file in it"),
         (tmp_path / "none" / "a.jsonl", "does not exist; create it first"),
     ]:
-        ended = run("generate", "--prompts", prompts, "-o", output)
-        assert ended.code == 2
-        assert message in ended.err
+        for option in ("--output", "--stats"):
+            ended = run("generate", "--prompts", prompts, option, output)
+            assert ended.code == 2
+            assert f"{option} {output}: " in ended.err
+            assert message in ended.err
+    for name in ("a.jsonl", "a.jsonl.journal"):
+        ended = run("generate", "--prompts", prompts, "-o", tmp_path / "a.jsonl", "--stats", tmp_path / name)
+        assert "the answers go to this file; name another" in ended.err
     assert prompts.read_bytes() == content
     assert FakeLLM.built == []
 
@@ -249,17 +256,6 @@ def test_a_dumb_terminal_gets_no_colours() -> None:
     assert shows_colours(Console(force_terminal=True, color_system="256", no_color=False))
     assert not shows_colours(Console(force_terminal=True, color_system=None, no_color=False))
     assert not shows_colours(Console(force_terminal=False, color_system="256", no_color=False))
-
-
-def test_summary_names_what_was_forced() -> None:
-    stats: Any = FakeStats()
-    stats.finished, stats.generated_tokens = 2, 3
-    plain, peak = "2 answers; 3 tokens in 2.0 s (1.5 tokens/s)", "7 KV blocks at peak"
-    stats.peak_blocks = 7
-    assert summary(stats, num_layers=30, depths={30: 3}) == f"{plain}; {peak}"
-    stats.involuntary_exits, stats.involuntary_stays, stats.preemptions = 4, 5, 1
-    forced = f"{plain}; involuntary exits 4, stays 5; {peak}; preempted 1 times"
-    assert summary(stats, num_layers=30, depths={30: 3}) == forced
 
 
 def test_a_marked_line_break_is_shown_inside_its_mark() -> None:

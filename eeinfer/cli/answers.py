@@ -1,15 +1,19 @@
-"""Answers on their way out: in the order of the prompts, as JSON lines, as marked text, or both."""
+"""Answers on their way out: to a journal as they come; in the order of the prompts as JSON lines and marked text."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, BinaryIO
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rich.text import Text
 
 from eeinfer.cli.meter import Meter
 from eeinfer.cli.show import DepthPainter
 from eeinfer.core.request import RequestOutput
+from eeinfer.engine.journal import Journal, encode_line
 from eeinfer.engine.prompt_file import LineError, error_line, output_line
 
 if TYPE_CHECKING:
@@ -18,57 +22,85 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class AnswerWriter:
-    """Writes each answer as soon as all before it are written.
+    """Takes each answer as it comes. What is written in order waits until all before it are written.
 
     Attributes:
-        file: takes JSON lines; None: none are written.
-        console: takes text marked by `painter`; None: none is printed.
+        journal: takes the lines of answers as they come; None: there is no file to fill.
+        stream: takes all lines, in order; None: none are written.
+        console: takes text marked by `painter`, in order; None: none is printed.
         painter: knows the exits of the model.
         meter: its progress bar makes way for what is printed.
-        exits: whether the JSON lines speak of depth.
+        exits: whether the lines speak of depth.
         token_details: whether they have an entry a token.
-        failures: what failed so far, with its line or id.
-        depths: tokens written so far by layers executed.
+        finish_reasons: requests by how they ended; bad lines are none.
+        failures: what failed so far, by place.
+        depths: tokens answered so far by layers executed.
     """
 
-    file: BinaryIO | None
+    journal: Journal | None
+    stream: BinaryIO | None
     console: Console | None
     painter: DepthPainter
     meter: Meter
     exits: bool
     token_details: bool
-    failures: list[str] = field(default_factory=list)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
     depths: Counter[int] = field(default_factory=Counter)
-    _waiting: dict[int, tuple[RequestOutput | LineError, int | None]] = field(default_factory=dict)
+    _waiting: dict[int, tuple[Mapping[str, Any], Text] | None] = field(default_factory=dict)
     _next: int = 0
 
-    def put(self, index: int, answer: RequestOutput | LineError, line_number: int | None) -> None:
-        """Take the answer to the prompt at `index` (from 0), which stands in line `line_number` of its file."""
-        self._waiting[index] = answer, line_number
-        while self._next in self._waiting:
-            self._write(*self._waiting.pop(self._next))
-            self._next += 1
+    def put(self, place: int, output: RequestOutput, line_number: int | None) -> None:
+        """Take the answer to the prompt at `place` (from 0), which stands in line `line_number` of its file."""
+        line = output_line(output, exits=self.exits, token_details=self.token_details, line_number=line_number)
+        if self.journal is not None:
+            self.journal.append(place, line)
+        self._count(place, line)
+        if output.error is None:
+            self.depths.update(t.layers_executed for t in output.tokens)
+            self._queue(place, line, partial(self.painter.answer, output))
+        else:
+            self._queue(place, line, partial(self.painter.failure, output.id, output.error))
+
+    def put_bad_line(self, place: int, bad: LineError) -> None:
+        """Take a line that is no request."""
+        self.failures[place] = bad.message
+        self._queue(place, error_line(bad), partial(self.painter.failure, bad.id, bad.message))
+
+    def keep(self, place: int, line: Mapping[str, Any]) -> None:
+        """Count an answer that the journal holds from before."""
+        self._count(place, line)
+        self._queue(place, None, Text)
 
     def close(self) -> None:
-        """Print the legend of the marked text."""
+        """Write what waits for answers that do not come, and the legend of the marked text."""
+        for place in sorted(self._waiting):
+            self._write(self._waiting.pop(place))
         if self.console and self.depths:
             self.console.print(self.painter.legend(self.depths), highlight=False)
 
-    def _write(self, answer: RequestOutput | LineError, line_number: int | None) -> None:
-        if isinstance(answer, LineError):
-            line, text = error_line(answer), self.painter.failure(answer.id, answer.message)
-            self.failures.append(answer.message)
-        else:
-            line = output_line(answer, exits=self.exits, token_details=self.token_details, line_number=line_number)
-            if answer.error is None:
-                text = self.painter.answer(answer)
-                self.depths.update(t.layers_executed for t in answer.tokens)
-            else:
-                text = self.painter.failure(answer.id, answer.error)
-                self.failures.append(f"{answer.id}: {answer.error}")
+    def _count(self, place: int, line: Mapping[str, Any]) -> None:
+        if (error := line.get("error")) is None:
+            self.finish_reasons[line["finish_reason"]] += 1
+            return
+        self.finish_reasons["error"] += 1
+        number = line.get("line")
+        self.failures[place] = f"{line['id']}: {error}" if number is None else f"line {number}: {line['id']}: {error}"
+
+    def _queue(self, place: int, line: Mapping[str, Any] | None, paint: Callable[[], Text]) -> None:
+        shown = self.stream or self.console
+        self._waiting[place] = (line, paint() if self.console else Text()) if line is not None and shown else None
+        while self._next in self._waiting:
+            self._write(self._waiting.pop(self._next))
+            self._next += 1
+
+    def _write(self, written: tuple[Mapping[str, Any], Text] | None) -> None:
+        if written is None:
+            return
+        line, text = written
         with self.meter.hidden():
-            if self.file:
-                self.file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-                self.file.flush()
+            if self.stream:
+                self.stream.write(encode_line(line))
+                self.stream.flush()
             if self.console:
                 self.console.print(text, soft_wrap=not self.console.is_terminal, highlight=False)

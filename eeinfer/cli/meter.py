@@ -1,9 +1,9 @@
-"""What standard error shows of a run: a progress bar while it lasts, a summary line at its end."""
+"""What standard error shows of a run: a progress bar while it lasts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from eeinfer.cli.verbosity import is_quiet
 
 if TYPE_CHECKING:
     from eeinfer.engine.engine import Stats
-
 
 _TABLE_WIDTH = 140
 
@@ -78,26 +77,3 @@ def table_console() -> Console:
     """For tables on standard output; wide where that is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=_TABLE_WIDTH)
-
-
-def summary(stats: Stats, *, num_layers: int, depths: Mapping[int, int]) -> str:
-    """A run in one line.
-
-    Args:
-        stats: counters of the engine.
-        num_layers: of the model.
-        depths: answered tokens by layers executed; with one depth alone nothing is said about it.
-    """
-    parts = [
-        f"{stats.finished} answers",
-        f"{stats.generated_tokens} tokens in {stats.seconds:.1f} s ({stats.tokens_per_second:.1f} tokens/s)",
-    ]
-    if len(depths) > 1 and stats.mean_layers is not None:
-        shares = ", ".join(f"{depth}: {depths[depth] / sum(depths.values()):.1%}" for depth in sorted(depths))
-        parts += [f"{stats.mean_layers:.1f} of {num_layers} layers a token", f"left at {shares}"]
-    if stats.involuntary_exits or stats.involuntary_stays:
-        parts.append(f"involuntary exits {stats.involuntary_exits}, stays {stats.involuntary_stays}")
-    parts.append(f"{stats.peak_blocks} KV blocks at peak")
-    if stats.preemptions:
-        parts.append(f"preempted {stats.preemptions} times")
-    return "; ".join(parts)

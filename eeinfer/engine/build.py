@@ -29,6 +29,7 @@ from eeinfer.model import store
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig, model_config
 from eeinfer.model.fingerprint import fingerprint
+from eeinfer.model.folder import CONFIG_FILE, read_json
 from eeinfer.model.loader import load_weights
 from eeinfer.model.native import native
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
@@ -83,6 +84,10 @@ def locate(settings: ModelSettings, note: Note) -> Located:
     """
     folder = store.resolve(settings.name)
     config = model_config(folder)
+    if read_json(folder / CONFIG_FILE).get("auto_map"):
+        note(
+            f"{folder / CONFIG_FILE} names code of its own (auto_map), which is never run; eeinfer's own model is used"
+        )
     identity = fingerprint(folder)
     base = Base(settings.name, identity, config.hidden_size, config.vocab_size, config.num_layers)
     heads = _find_heads(settings.heads, folder, base, note)

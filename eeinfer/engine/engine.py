@@ -10,7 +10,7 @@ from time import perf_counter
 from eeinfer.config.schema import SamplingSettings
 from eeinfer.core.request import FinishReason, Request, RequestOutput, TokenRecord
 from eeinfer.core.scheduler import Scheduler
-from eeinfer.core.sequence import Sequence
+from eeinfer.core.sequence import Sequence, Status
 from eeinfer.core.step import Step, step_of
 from eeinfer.engine.encode import encode
 from eeinfer.errors import RequestError
@@ -141,6 +141,13 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         return self.scheduler.has_work
+
+    def drain(self) -> None:
+        """Drop the requests that have not been started; those that have, preempted ones among them, run on."""
+        for sequence in list(self._answers):
+            if sequence.status is Status.WAITING and not sequence.depths:
+                self.scheduler.finish(sequence, FinishReason.ERROR, "not started")
+                del self._answers[sequence]
 
     def abort(self) -> None:
         """Drop every live request and free what it holds."""

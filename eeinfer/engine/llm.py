@@ -44,20 +44,28 @@ class LLM:
         self._load(lambda packaged: load_settings(flags=flags, packaged=packaged), note or (lambda _: None))
 
     @classmethod
-    def from_loaded(cls, resolve: Callable[[Path | None], Loaded], *, note: Callable[[str], None]) -> LLM:
+    def from_loaded(
+        cls, resolve: Callable[[Path | None], Loaded], *, note: Callable[[str], None], located: Located | None = None
+    ) -> LLM:
         """Build from settings that `resolve` loads.
 
         Args:
             resolve: loads the settings, given the file that ships with the model's heads; first called with None, to
                 learn which model is meant.
             note: called with one-line notices for the user.
+            located: the model that the settings name, where it has been found before.
         """
         llm = cls.__new__(cls)
-        llm._load(resolve, note)  # noqa: SLF001 (its own class)
+        llm._load(resolve, note, located)  # noqa: SLF001 (its own class)
         return llm
 
-    def _load(self, resolve: Callable[[Path | None], Loaded], note: Callable[[str], None]) -> None:
-        self.located: Located = locate(resolve(None).settings.model, note)
+    def _load(
+        self,
+        resolve: Callable[[Path | None], Loaded],
+        note: Callable[[str], None],
+        located: Located | None = None,
+    ) -> None:
+        self.located: Located = located or locate(resolve(None).settings.model, note)
         loaded = resolve(self.located.packaged_settings)
         self.settings: Settings = loaded.settings
         planned = plan_exits(self.settings, self.located, note)
@@ -92,7 +100,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer all requests, batched; answers are in the order of the requests.
 
-        A request that cannot be served becomes an answer with `finish_reason` ERROR; the others run.
+        A request that cannot be served becomes an answer with `finish_reason` ERROR; the others run. After `drain`,
+        which a callback may call, those that had not been started have no answer.
 
         Args:
             requests: requests, or plain prompts, which take `sampling`; a single prompt is a list of one.
@@ -120,7 +129,11 @@ class LLM:
             self.engine.abort()
             raise
         self.engine.scheduler.check()
-        return [done[request.id] for request in named]
+        return [done[request.id] for request in named if request.id in done]
+
+    def drain(self) -> None:
+        """Start no more requests; those that run are answered."""
+        self.engine.drain()
 
     def _run(
         self, requests: list[Request], finish: Callable[[RequestOutput], None], on_step: Callable[[Stats], None] | None

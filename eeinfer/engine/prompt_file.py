@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from eeinfer.config.suggest import did_you_mean
 from eeinfer.core.request import FinishReason, Guarantee, Request, RequestOutput, SamplingParams
+from eeinfer.core.unique_keys import RepeatedKeyError, unique_keys
 from eeinfer.errors import EeinferError, RequestError
 
 PACKAGED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 
-FIELDS = ("prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop", "reference")
-IGNORED = ("category",)  # carried by data sets, of no use here
 ROLES = ("system", "user", "assistant")
 MAX_SEED = 2**63 - 1
+MAX_LINE_BYTES = 8 * 2**20  # more text than any model's context holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +105,30 @@ def error_line(error: LineError) -> dict[str, Any]:
     return {"id": error.id, "line": error.line, "error": error.message}
 
 
-def _entries(lines: Iterable[bytes], name: str) -> Iterable[Request | LineError]:
+def _entries(stream: BinaryIO, name: str) -> Iterator[Request | LineError]:
     seen: dict[str, int] = {}
-    for number, raw in enumerate(lines, start=1):
+    for number in count(1):
+        raw, whole = _read_line(stream)
+        if not raw:
+            return
         if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise EeinferError(f"{name}: this is UTF-16; save it as UTF-8")
-        raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw  # noqa: PLW2901 - a byte order mark
-        if raw.strip():
+        raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw  # a byte order mark
+        if not whole:
+            why = f"the line has more than {MAX_LINE_BYTES:,} bytes; is a line break missing? Else shorten the prompt"
+            yield LineError(number, f"line-{number}", f"line {number}: {why}")
+        elif raw.strip():
             yield _entry(raw.rstrip(), number, seen)
+
+
+def _read_line(stream: BinaryIO) -> tuple[bytes, bool]:
+    """The next line and whether that is all of it; of a longer one the beginning, so that no line fills the memory."""
+    raw = stream.readline(MAX_LINE_BYTES)
+    if len(raw) < MAX_LINE_BYTES or raw.endswith(b"\n"):
+        return raw, True
+    while (rest := stream.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+        pass
+    return raw, False
 
 
 def _entry(raw: bytes, number: int, seen: dict[str, int]) -> Request | LineError:
@@ -128,13 +145,15 @@ def _entry(raw: bytes, number: int, seen: dict[str, int]) -> Request | LineError
 
 def _parse(raw: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(raw.decode("utf-8"))
+        fields = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise RequestError(f"not UTF-8 at byte {error.start + 1}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise RequestError(f"not JSON at column {error.colno}: {error.msg}; write one whole object a line") from None
     except RecursionError:
         raise RequestError("nested too deeply; a prompt line is a flat object") from None
+    except RepeatedKeyError as error:
+        raise RequestError(f"field {error.key!r} occurs twice; keep one of them") from None
     except ValueError as error:  # an integer of thousands of digits
         raise RequestError(f"not JSON that can be read: {error}") from None
     if not isinstance(fields, dict):
@@ -167,12 +186,7 @@ def _request(fields: Mapping[str, Any], request_id: str, number: int) -> Request
         id=request_id,
         prompt=None if prompt is None else _text(prompt, "prompt"),
         messages=None if messages is None else _messages(messages),
-        sampling=SamplingParams(
-            max_tokens=_integer(fields.get("max_tokens"), "max_tokens", low=1),
-            temperature=_temperature(fields.get("temperature")),
-            seed=_integer(fields.get("seed"), "seed", low=0),
-            stop=_stop(fields.get("stop")),
-        ),
+        sampling=SamplingParams(**{name: read(fields.get(name)) for name, read in SAMPLING_FIELDS.items()}),
         line=number,
         reference=None if reference is None else _text(reference, "reference"),
     )
@@ -242,6 +256,17 @@ def _stop(value: object) -> tuple[str, ...]:
     if "" in stop:
         raise RequestError("stop has an empty string, which would end every answer at once; remove it")
     return stop
+
+
+# How each field of SamplingParams is read, by its name; None stands for a field that is not there.
+SAMPLING_FIELDS: dict[str, Callable[[object], Any]] = {
+    "max_tokens": partial(_integer, where="max_tokens", low=1),
+    "temperature": _temperature,
+    "seed": partial(_integer, where="seed", low=0),
+    "stop": _stop,
+}
+FIELDS = ("prompt", "messages", "id", *SAMPLING_FIELDS, "reference")
+IGNORED = ("category",)  # carried by data sets, of no use here
 
 
 def _kind(value: object) -> str:

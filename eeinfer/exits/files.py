@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eeinfer.core.unique_keys import RepeatedKeyError, unique_keys
 from eeinfer.errors import HeadsError
 from eeinfer.exits.heads import ExitSpec, HeadKind
 
@@ -25,6 +26,7 @@ CONFIG_NAME = "exit_config.json"
 TENSORS_NAME = "exit_heads.safetensors"
 FORMAT_VERSION = 1
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FIX = "make the heads again with `eeinfer tune-heads`"
 _ENTRY_KEYS = {"layers_executed", "kind", "rank", "tied", "temperature", "intermediate", "gate", "results"}
 
 
@@ -134,22 +136,26 @@ def _read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise HeadsError(f"{path} is missing: name a folder that holds {CONFIG_NAME} and {TENSORS_NAME}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise HeadsError(f"{path} cannot be read as JSON: {error}") from None
+        raise HeadsError(f"{path} cannot be read as JSON ({error}); {_FIX}") from None
     if not isinstance(config, dict) or config.get("format_version") != FORMAT_VERSION:
         found = config.get("format_version") if isinstance(config, dict) else None
-        raise HeadsError(f"{path}: format_version is {found!r}, this version reads {FORMAT_VERSION}")
+        raise HeadsError(f"{path}: format_version is {found!r}, this version reads {FORMAT_VERSION}; {_FIX}")
     if not isinstance(config.get("exits"), list) or not config["exits"]:
-        raise HeadsError(f"{path}: `exits` must be a list with at least one entry")
+        raise HeadsError(f"{path}: `exits` must be a list with at least one entry; {_FIX}")
     return config
 
 
 def _check_base(path: Path, config: dict[str, Any], base: Base) -> None:
     for key, found in (("hidden_size", base.hidden_size), ("vocab_size", base.vocab_size)):
         if config.get(key) != found:
-            raise HeadsError(f"{path}: {key} is {config.get(key)!r}, but the model {base.name} has {found}")
+            raise HeadsError(
+                f"{path}: {key} is {config.get(key)!r}, but the model {base.name} has {found}; {_FIX}, for it"
+            )
     made_for = config.get("base_model")
     if not isinstance(made_for, dict) or not isinstance(made_for.get("fingerprint"), str):
-        raise HeadsError(f"{path}: base_model.fingerprint is missing, so the heads cannot be matched to a model")
+        raise HeadsError(
+            f"{path}: base_model.fingerprint is missing, so the heads cannot be matched to a model; {_FIX}"
+        )
     if made_for["fingerprint"] != base.fingerprint:
         raise HeadsError(
             f"{path}: these heads were made for another base: {made_for.get('name')} with fingerprint "
@@ -211,24 +217,31 @@ def _read_tensors(path: Path, specs: tuple[ExitSpec, ...], base: Base) -> tuple[
     expected = {f"exits.{i}.{name}": shape for i, own in enumerate(shapes) for name, shape in own.items()}
     found = _read_safetensors(path) if expected or path.exists() else {}
     if missing := sorted(set(expected) - set(found)):
-        raise HeadsError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+        raise HeadsError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all); {_FIX}")
     if unexpected := sorted(set(found) - set(expected)):
         names = f"{unexpected[0]} ({len(unexpected)} in all)"
-        raise HeadsError(f"{path}: unexpected tensor {names}; {CONFIG_NAME} describes heads without it")
+        raise HeadsError(f"{path}: unexpected tensor {names}; {CONFIG_NAME} describes heads without it; {_FIX}")
     for name, shape in expected.items():
         if tuple(found[name].shape) != shape:
-            raise HeadsError(f"{path}: {name} has shape {tuple(found[name].shape)}, {CONFIG_NAME} asks for {shape}")
+            raise HeadsError(
+                f"{path}: {name} has shape {tuple(found[name].shape)}, {CONFIG_NAME} asks for {shape}; {_FIX}"
+            )
         if found[name].dtype not in _DTYPES:
             raise HeadsError(f"{path}: {name} is {found[name].dtype}; heads are bfloat16, float16, float32 or float64")
         if not torch.isfinite(found[name]).all():
-            raise HeadsError(f"{path}: {name} holds NaN or infinite values; tune the heads again")
+            raise HeadsError(f"{path}: {name} holds NaN or infinite values; {_FIX}")
     return tuple({name: found[f"exits.{i}.{name}"] for name in own} for i, own in enumerate(shapes))
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        tensors = load_file(path)
+        with path.open("rb") as file:  # of two tensors of one name the library gives the last
+            json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise HeadsError(f"{path} is missing; it belongs beside {CONFIG_NAME}") from None
+    except RepeatedKeyError as error:
+        raise HeadsError(f"{path}: tensor {error.key} occurs twice; {_FIX}") from None
     except (SafetensorError, OSError) as error:
-        raise HeadsError(f"{path} is not a readable safetensors file: {error}") from None
+        raise HeadsError(f"{path} is not a readable safetensors file ({error}); {_FIX}") from None
+    return tensors

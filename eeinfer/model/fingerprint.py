@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eeinfer.core.unique_keys import RepeatedKeyError, unique_keys
 from eeinfer.errors import ModelError
 from eeinfer.model.folder import CONFIG_FILE, read_json, weight_files
 
@@ -147,10 +148,12 @@ def _read_header(path: Path) -> list[StoredTensor]:
             raise ModelError(f"{path}: not a complete safetensors file; fetch the model again")
         encoded = file.read(length)
     try:
-        header = json.loads(encoded)
+        header = json.loads(encoded, object_pairs_hook=unique_keys)
         header.pop("__metadata__", None)
         tensors = [_tensor(path, 8 + length, name, entry) for name, entry in header.items()]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except RepeatedKeyError as error:
+        raise ModelError(f"{path}: tensor {error.key} occurs twice; fetch the model again") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: the safetensors header is damaged ({error!r}); fetch the model again") from error
     end = max((tensor.start + tensor.size for tensor in tensors), default=8 + length)
     if end != size:

@@ -19,7 +19,8 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     """Read all weights of the model in `folder`, converted to `dtype` on `device`.
 
     Raises:
-        ModelError: a file is missing or corrupt, or a tensor is missing, unexpected, duplicate or wrongly shaped.
+        ModelError: a file is missing or corrupt, or a tensor is missing, unexpected, duplicate, wrongly shaped or holds
+            NaN or infinite values.
     """
     weights = empty_weights(config, dtype, device)
     pending = dict(destinations(config, weights))
@@ -33,7 +34,9 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
             raise ModelError(f"{path} is not a readable safetensors file ({error}); fetch the model again") from None
     if pending:
         name = next(iter(pending))
-        raise ModelError(f"{folder}: tensor {name} is missing from the checkpoint ({len(pending)} in all)")
+        raise ModelError(
+            f"{folder}: tensor {name} is missing from the checkpoint ({len(pending)} in all); fetch the model again"
+        )
     if config.norm_offset:
         for name, tensor in stored(weights).items():
             if name.endswith("norm"):
@@ -52,10 +55,29 @@ def _fill(
     if name in filled:
         raise ModelError(f"{path}: tensor {name} is also in {filled[name]}; keep one of them")
     if name not in pending:
-        raise ModelError(f"{path}: unexpected tensor {name}; config.json describes a model without it")
+        raise ModelError(
+            f"{path}: unexpected tensor {name}; config.json describes a model without it: are both of the same model?"
+        )
     target = pending.pop(name)
     filled[name] = path
     shape = tuple(shard.get_slice(stored_name).get_shape())
     if shape != tuple(target.shape):
-        raise ModelError(f"{path}: {name} has shape {shape}, but config.json asks for {tuple(target.shape)}")
-    target.copy_(shard.get_tensor(stored_name))
+        raise ModelError(
+            f"{path}: {name} has shape {shape}, but config.json asks for {tuple(target.shape)}: are both of the same "
+            f"model?"
+        )
+    stored = shard.get_tensor(stored_name)
+    target.copy_(stored)
+    if not _all_finite(target):
+        if _all_finite(stored.double()):
+            raise ModelError(f"{path}: {name} has values beyond {_name(target)}; pass --dtype {_name(stored)}")
+        raise ModelError(f"{path}: {name} holds NaN or infinite values; fetch the model again, or repair it")
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """Whether there is no NaN and no infinity; the extremes take NaN along, and are found at the pace of memory."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

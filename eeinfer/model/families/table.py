@@ -36,7 +36,8 @@ def model_config(folder: Path, file: str = CONFIG_FILE) -> ModelConfig:
     architectures = config.get("architectures")
     known = [name for name in FAMILIES if isinstance(architectures, list) and name in architectures]
     if not known:
-        raise ModelError(f"{path}: architecture {architectures} is not supported; known are {', '.join(FAMILIES)}")
+        own = "; its own code (auto_map) is never run" if config.get("auto_map") else ""
+        raise ModelError(f"{path}: architecture {architectures} is not supported; known are {', '.join(FAMILIES)}{own}")
     try:
         return FAMILIES[known[0]](config)
     except KeyError as error:
