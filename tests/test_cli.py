@@ -113,19 +113,24 @@ def test_each_option_sets_its_key(run: Run) -> None:
         "sampling.temperature": "0.5",
         "sampling.seed": "11",
     }
-    assert set(values) == set(FLAGS) <= set(declared())
+    switches = {"cache.prefix_cache": "--no-prefix-cache"}
+    assert {*values, *switches} == set(FLAGS) <= set(declared())
     arguments = [part for key, value in values.items() for part in (FLAGS[key].spellings[-1], value)]
+    arguments += switches.values()
     shown = json.loads(run("config", "show", "--json", "--origin", *arguments).out)
     given = {key: entry["value"] for key, entry in shown.items() if entry["origin"] == "argument"}
     numbers = {key: json.loads(value) for key, value in values.items() if value.replace(".", "").isdigit()}
-    assert given == {**values, **numbers, "exits.layers": [5, 10], "exits.threshold": [0.5, "-inf"]}
+    lists = {"exits.layers": [5, 10], "exits.threshold": [0.5, "-inf"]}
+    assert given == {**values, **numbers, **lists, **dict.fromkeys(switches, False)}
 
 
 def test_a_flag_equal_to_the_default_beats_a_file(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text('[batching]\nstrategy = "full"\nmax_num_seqs = 4\n')
-    run("generate", "--prompts", "-", "-c", tmp_path / "c.toml", "--strategy", "split", stdin='{"prompt": "a"}')
-    batching = FakeLLM.built[0].settings.batching
-    assert (batching.strategy, batching.max_num_seqs) == ("split", 4)
+    (tmp_path / "c.toml").write_text('[batching]\nstrategy = "full"\nmax_num_seqs = 4\n[cache]\nprefix_cache = false\n')
+    flags = ("--strategy", "split", "--prefix-cache")
+    run("generate", "--prompts", "-", "-c", tmp_path / "c.toml", *flags, stdin='{"prompt": "a"}')
+    settings = FakeLLM.built[0].settings
+    assert (settings.batching.strategy, settings.batching.max_num_seqs) == ("split", 4)
+    assert settings.cache.prefix_cache
 
 
 def test_config_show_says_where_values_come_from(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

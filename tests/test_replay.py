@@ -117,7 +117,7 @@ def run_case(decoder: Decoder, case: Case, completion: str, **options: Any) -> t
 def test_mixed_depths_with_preemption_equal_the_reference(
     variant: str, completion: str, tiny_decoder: Callable[..., Decoder], case: Callable[[str, str], Case]
 ) -> None:
-    options = {"num_blocks": 10, "max_num_batched_tokens": 7}
+    options = {"num_blocks": 8, "max_num_batched_tokens": 7}
     loop, watch = run_case(tiny_decoder(variant), case(variant, completion), completion, **options)
     assert loop.scheduler.stats.preemptions >= 3
     assert watch.compared > 500

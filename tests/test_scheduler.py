@@ -1,18 +1,13 @@
-"""The Scheduler: small schedules worked out by hand, and random use against a model of the cache."""
+"""The Scheduler: small schedules worked out by hand; `test_scheduler_random.py` has random ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import isnan, nan
-from random import Random
+from math import nan
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from eeinfer.core.block_manager import BlockManager
-from eeinfer.core.plan import Complete, Draw, Outcome, Pass, Plan, Prefill, Row, Span, Verdict
+from eeinfer.core.plan import Complete, Draw, Pass, Prefill, Row, Span, Verdict
 from eeinfer.core.request import FinishReason
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.sequence import Sequence, Status
@@ -20,7 +15,6 @@ from eeinfer.core.strategy import leave_rule
 from eeinfer.errors import RequestError
 
 EOS = 0
-STRATEGIES = ("full", "all-exit", "split", "any", "majority", "mean")
 
 
 def sequence(name: str, prompt: int, max_tokens: int, temperature: float = 0.0) -> Sequence:
@@ -37,8 +31,9 @@ def scheduler(
     approximate: bool = True,
     seqs: int = 8,
     budget: int = 64,
+    prefix_cache: bool = False,  # most prompts here are alike
 ) -> Scheduler:
-    blocks = BlockManager(num_blocks, block_size)
+    blocks = BlockManager(num_blocks, block_size, prefix_cache=prefix_cache)
     rule_ = leave_rule(strategy, sticky=sticky)
     return Scheduler(blocks, ends, rule_, approximate=approximate, max_num_seqs=seqs, max_num_batched_tokens=budget)
 
@@ -119,18 +114,40 @@ def test_long_prompts_are_cut_to_the_budget() -> None:
     s.add(a)
     s.add(b)
     seen = []
-    for _ in range(3):
+
+    def prefill() -> None:
         plan = s.next()
         assert isinstance(plan, Prefill)
         seen.append([(x.start, x.tokens, x.depths, x.draw) for x in plan.spans])
         s.commit(plan, tuple(Verdict() if x.draw is None else went(50) for x in plan.spans))
+
+    prefill()
+    prefill()
+    decode(s, a)
+    prefill()
     assert seen == [
         [(0, (100, 101, 102, 103), (4,) * 4, None)],
         [(4, (104, 105), (4,) * 2, Draw()), (0, (100, 101), (4,) * 2, None)],
         [(2, (102,), (4,), Draw())],
     ]
-    assert a.generated == b.generated == [50]
-    next_pass(s, 0, a, b)
+    assert (a.generated, b.generated) == ([50, 51], [50])
+
+
+def test_a_prefill_of_at_most_one_budget_and_an_iteration_take_turns() -> None:
+    s, a, b, c = scheduler(budget=4), sequence("a", 3, 9), sequence("b", 9, 5), sequence("c", 4, 5)
+    prefilled(s, a)
+    decode(s, a)
+    s.add(b)
+    s.add(c)
+    spans = []
+    for decoding in ([a], [a], [a, b], [a, b, c]):
+        plan = s.next()
+        assert isinstance(plan, Prefill)
+        spans.append([(x.slot, len(x.tokens)) for x in plan.spans])
+        s.commit(plan, tuple(Verdict() if x.draw is None else went(50) for x in plan.spans))
+        decode(s, *decoding)
+    assert spans == [[(1, 4)], [(1, 4)], [(1, 1), (2, 3)], [(2, 1)]]
+    decode(s, a, b, c)
 
 
 def test_out_of_blocks_the_newest_gives_way_and_is_replayed_at_its_recorded_depths() -> None:
@@ -326,6 +343,158 @@ def test_a_failed_prompt_ends_its_sequence_only() -> None:
     next_pass(s, 0, b)
 
 
+# Prefix cache
+
+
+def finished(s: Scheduler, *prompts: list[int]) -> None:
+    """Each prompt answered with one token, so that its full blocks are cached."""
+    for prompt in prompts:
+        prefilled(s, Sequence("past", list(prompt), 1, frozenset()))
+
+
+def spans_of(s: Scheduler, *sequences: Sequence) -> Prefill:
+    for one in sequences:
+        s.add(one)
+    plan = s.next()
+    assert isinstance(plan, Prefill)
+    return plan
+
+
+def test_a_cached_prefix_is_shared_and_only_the_rest_runs() -> None:
+    s, a = scheduler(prefix_cache=True), sequence("a", 11, 4)
+    finished(s, [*range(100, 110), 7])
+    plan = spans_of(s, a)
+    assert [(x.start, x.tokens) for x in plan.spans] == [(8, (108, 109, 110))]
+    assert plan.copies == ()
+    assert (s.stats.prefix_cache_queries, s.stats.prefix_cache_hits) == (11 + 11, 8)
+    b = sequence("b", 11, 4)
+    s.commit(plan, (went(50),))
+    s.add(b)
+    decode(s, a)
+    plan = s.next()
+    assert isinstance(plan, Prefill)
+    assert [x.start for x in plan.spans] == [8]
+    assert b.block_table[:2] == a.block_table[:2]
+    assert b.block_table[2] != a.block_table[2]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_wholly_cached_prompt_computes_its_last_token_in_a_block_of_its_own(held: bool) -> None:
+    s, a, b = scheduler(prefix_cache=True), sequence("a", 8, 4), sequence("b", 8, 4)
+    if held:
+        prefilled(s, a)
+        decode(s, a)
+    else:
+        finished(s, a.tokens)
+    plan = spans_of(s, b)
+    assert [(x.start, x.tokens, x.draw) for x in plan.spans] == [(7, (107,), Draw())]
+    assert plan.copies == (((a.block_table[1], b.block_table[1]),) if held else ())
+    assert s.stats.prefix_cache_hits == 7
+    s.commit(plan, (went(50),))
+    assert (b.generated, b.num_cached) == ([50], 8)
+    s.check()
+
+
+def test_a_copy_counts_at_admission() -> None:
+    s, a, b = scheduler(num_blocks=4, block_size=4, prefix_cache=True), sequence("a", 8, 4), sequence("b", 8, 4)
+    prefilled(s, a)
+    decode(s, a)  # three blocks; one is free, and kept back
+    s.add(b)
+    decode(s, a)
+    assert b.status is Status.WAITING
+
+
+def test_equal_prompts_in_one_plan_are_computed_once() -> None:
+    s, sequences = scheduler(prefix_cache=True), [sequence(name, 9, 2) for name in "abc"]
+    plan = spans_of(s, *sequences, short := sequence("short", 8, 2))
+    assert [(x.start, len(x.tokens)) for x in plan.spans] == [(0, 9), (8, 1), (8, 1), (4, 4)]
+    s.commit(plan, tuple(went(50) for _ in plan.spans))
+    decode(s, *sequences, short)
+    assert s.next() is None
+    finished(s, [*range(100, 108), 3])
+    assert s.stats.prefix_cache_hits == 8 + 8 + 4 + 8
+
+
+def test_a_chunked_prompt_can_be_shared_before_it_is_through() -> None:
+    s, a, b = scheduler(budget=7, prefix_cache=True), sequence("a", 12, 2), sequence("b", 12, 2)
+    plan = spans_of(s, a, b)
+    assert [(x.start, len(x.tokens)) for x in plan.spans] == [(0, 7)]
+    s.commit(plan, (Verdict(),))
+    plan = s.next()
+    assert isinstance(plan, Prefill)
+    assert [(x.start, len(x.tokens)) for x in plan.spans] == [(7, 5), (8, 2)], "all but b's last block"
+    assert b.block_table[:2] == a.block_table[:2]
+
+
+def test_answers_are_shared_as_far_as_they_are_exact() -> None:
+    s, a, b = scheduler(prefix_cache=True), sequence("a", 4, 9), sequence("b", 4, 9)
+    prefilled(s, a, b, token=50)
+    for _ in range(7):
+        s.commit(next_pass(s, 0, a, b), (STAYS, went(51, 0.9, ready=True)))
+        s.commit(next_pass(s, 1, a), (went(52),))
+        s.commit(s.next() or Complete((), ()), ())
+    s.finish(a, FinishReason.STOP)
+    s.finish(b, FinishReason.STOP)
+    ahead = [*range(100, 104), 50]
+    deep = Sequence("deep", [*ahead, *[52] * 8], 2, frozenset())
+    shallow = Sequence("shallow", [*ahead, *[51] * 8], 2, frozenset())
+    assert [x.start for x in spans_of(s, deep, shallow).spans] == [8, 4], "a's last token may lack its completion"
+
+
+def test_a_replay_finds_its_prompt_but_nothing_behind_its_first_exit() -> None:
+    s, a, b = scheduler(num_blocks=7, block_size=2, prefix_cache=True), sequence("a", 3, 8), sequence("b", 4, 6)
+    b.tokens[0] = 7
+    prefilled(s, a, b)
+    decode(s, a, b)
+    s.commit(next_pass(s, 0, a, b), (STAYS, went(60, 0.9, ready=True)))
+    s.commit(next_pass(s, 1, a), (went(61),))
+    s.commit(s.next() or Complete((), ()), ())
+    decode(s, a, b)
+    decode(s, a)
+    assert (b.status, b.depths) == (Status.WAITING, [4, 4, 2, 4])
+    s.finish(a, FinishReason.STOP)
+    plan = s.next()
+    assert isinstance(plan, Prefill)
+    assert [(x.start, x.depths, x.draw) for x in plan.spans] == [(4, (4, 2, 4), None)]
+
+
+def test_what_is_not_known_to_be_finite_is_not_cached() -> None:
+    s, a, b, c = (scheduler(budget=9, prefix_cache=True), *(sequence(name, 12, 4) for name in "abc"))
+    for one, token in ((a, 1), (b, 2), (c, 3)):
+        one.tokens[0] = token
+    s.commit(spans_of(s, a), (Verdict(),))
+    s.finish(a, FinishReason.ABORT)  # in the middle of its prompt
+    s.commit(spans_of(s, b), (Verdict(),))
+    s.commit(s.next() or Complete((), ()), (FAILED,))
+    assert b.finish_reason is FinishReason.ERROR
+    s.commit(spans_of(s, c), (Verdict(),))
+    s.commit(s.next() or Complete((), ()), (went(50),))
+    for _ in range(2):
+        decode(s, c)
+    s.commit(next_pass(s, 0, c), (FAILED,))
+    assert [x.start for x in spans_of(s, sequence("d", 5, 1), *(again(one) for one in (a, b))).spans] == [0, 0]
+    s.check()
+
+
+def again(one: Sequence) -> Sequence:
+    """A new request with the same prompt."""
+    return Sequence("again", one.tokens[: one.prompt_tokens], 4, frozenset())
+
+
+def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning() -> None:
+    s = scheduler(num_blocks=6, block_size=2, prefix_cache=True)
+    old, new = [1, 1, 1, 1, 1], [2, 2, 2, 2, 2]
+    finished(s, old, new)  # two cached blocks each
+    finished(s, old)  # used again
+    finished(s, [3, 3, 3, 3, 3])  # takes a block that is free, one that was never cached, and evicts one
+    assert s.blocks.evictions == 1
+    hits = s.stats.prefix_cache_hits
+    finished(s, old)
+    assert s.stats.prefix_cache_hits == hits + 4
+    finished(s, new)
+    assert s.stats.prefix_cache_hits == hits + 4 + 2
+
+
 def test_an_empty_scheduler_has_nothing_to_do() -> None:
     s = scheduler()
     assert s.next() is None
@@ -365,296 +534,3 @@ def test_draws_depend_on_seed_and_length_alone() -> None:
     one.seed = 8
     assert one.draw() != other.draw()
     assert sequence("c", 2, 5).draw() == Draw(0.0, 0)
-
-
-# Random use
-
-
-@dataclass
-class Cell:
-    """What one KV slot holds: whose token, run how deep, and whether all layers are filled."""
-
-    owner: Sequence
-    position: int
-    token: int
-    depth: int
-    complete: bool
-
-
-@dataclass
-class Expected:
-    """What a sequence must have got, as the runner handed it out."""
-
-    tokens: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    confidences: list[float | None] = field(default_factory=list)
-    ended: int = 0
-    ready: bool = False  # at an earlier exit of this iteration
-    stage: int = -1  # ran last in this iteration
-
-
-class World:
-    """A runner without tensors: it keeps the cache as cells, checks every plan against it, and answers at random."""
-
-    def __init__(self, s: Scheduler, block_size: int, threshold: float, random: Random) -> None:
-        self.s, self.block_size, self.threshold, self.random = s, block_size, threshold, random
-        self.cache: dict[tuple[int, int], Cell] = {}
-        self.arrived: dict[Sequence, Expected] = {}
-        self.exits = self.stays = 0
-        self.next_token = 1000
-
-    def token(self) -> int:
-        self.next_token += 1
-        return EOS if self.random.random() < 0.02 else self.next_token
-
-    def step(self) -> bool:
-        plan = self.s.next()
-        self.s.check()
-        if plan is None:
-            assert not self.s.has_work
-            return False
-        frozen = repr(plan)
-        before = (self.exits, self.stays)
-        outcome = self.run(plan)
-        touched = self.s.commit(plan, outcome)
-        assert repr(plan) == frozen
-        self.after(plan, touched, before)
-        return True
-
-    def run(self, plan: Plan) -> Outcome:
-        owners = {one.slot: one for one in self.s.live if one.slot >= 0}
-        match plan:
-            case Prefill(spans):
-                assert spans
-                assert sum(len(x.tokens) for x in spans) <= self.s._max_num_batched_tokens
-                assert len({x.slot for x in spans}) == len(spans)
-                return tuple(self.run_span(x, owners[x.slot]) for x in spans)
-            case Pass():
-                assert plan.rows
-                assert len({r.slot for r in plan.rows}) == len(plan.rows)
-                if plan.stage == 0:
-                    self.check_start(plan, owners)
-                return self.run_pass(plan, [owners[r.slot] for r in plan.rows])
-            case Complete(rows, stages):
-                assert rows
-                for row, stage in zip(rows, stages, strict=True):
-                    self.complete(row, stage, owners[row.slot])
-                return ()
-
-    def check_start(self, plan: Pass, owners: dict[int, Sequence]) -> None:
-        """A new iteration takes everybody in flight, among them the oldest there is."""
-        assert {r.slot for r in plan.rows} == set(owners)
-        oldest = next(one for one in self.arrived if one.status is not Status.FINISHED)
-        assert oldest.slot in owners
-        for expected in self.arrived.values():
-            expected.stage, expected.ready = -1, False
-
-    def place(self, table: tuple[int, ...], position: int) -> tuple[int, int]:
-        assert position // self.block_size < len(table), "the block table is too small for the plan"
-        return table[position // self.block_size], position % self.block_size
-
-    def check_context(self, one: Sequence, table: tuple[int, ...], end: int) -> None:
-        full = self.s.stage_ends[-1]
-        for p in range(end):
-            cell = self.cache[self.place(table, p)]
-            depth = one.depth_at(p, full) if self.s._approximate else cell.depth
-            assert cell == Cell(one, p, one.tokens[p], depth, complete=True)
-
-    def run_span(self, span: Span, one: Sequence) -> Verdict:
-        assert span.tokens
-        stop = span.start + len(span.tokens)
-        assert span.tokens == tuple(one.tokens[span.start : stop])
-        full, replay = self.s.stage_ends[-1], bool(one.depths)
-        self.check_context(one, span.block_table, span.start)
-        for p in range(span.start, stop):
-            depth = one.depth_at(p, full) if self.s._approximate else full
-            assert span.depths[p - span.start] == depth
-            place = self.place(span.block_table, p)
-            self.cache[place] = Cell(one, p, one.tokens[p], depth, complete=True)
-        assert (span.draw is not None) == (not replay and stop == one.prompt_tokens)
-        if span.draw is None:
-            return Verdict()
-        assert span.draw == one.draw()
-        return self.verdict_at_full_depth(one)
-
-    def verdict_at_full_depth(self, one: Sequence) -> Verdict:
-        if self.random.random() < 0.01:
-            self.arrived[one].ended += 1
-            return Verdict(failed=True)
-        return self.take(one, went(self.token()), self.s.stage_ends[-1])
-
-    def take(self, one: Sequence, verdict: Verdict, depth: int) -> Verdict:
-        expected = self.arrived[one]
-        assert verdict.token is not None
-        expected.tokens.append(verdict.token)
-        expected.depths.append(depth)
-        expected.confidences.append(verdict.confidence)
-        expected.ended += verdict.token == EOS or len(expected.tokens) == one.max_tokens
-        return verdict
-
-    def run_pass(self, plan: Pass, owners: list[Sequence]) -> Outcome:
-        for row, one in zip(plan.rows, owners, strict=True):
-            expected = self.arrived[one]
-            assert (row.token, row.position, row.draw) == (one.tokens[-1], len(one.tokens) - 1, one.draw())
-            assert (row.number, row.max_tokens) == (len(expected.tokens), one.max_tokens)
-            assert expected.stage == plan.stage - 1
-            expected.stage = plan.stage
-            self.check_context(one, row.block_table, row.position)
-            depth = self.s.stage_ends[plan.stage]
-            last = plan.stage == len(self.s.stage_ends) - 1
-            self.cache[self.place(row.block_table, row.position)] = Cell(
-                one, row.position, row.token, depth, complete=last
-            )
-        assert plan.flagged == tuple(self.arrived[one].ready for one in owners)
-        if plan.stage == len(self.s.stage_ends) - 1:
-            return tuple(self.verdict_at_full_depth(one) for one in owners)
-        return self.check_exit(plan, owners)
-
-    def check_exit(self, plan: Pass, owners: list[Sequence]) -> Outcome:
-        confidences = [self.random.choice([0.1, 0.3, 0.4, 0.5, 0.6, 1.0]) for _ in owners]
-        confidences = [nan if self.random.random() < 0.01 else c for c in confidences]
-        leaving = plan.rule.leaving(confidences, [self.threshold] * len(owners), plan.flagged)
-        verdicts = []
-        for one, c, leaves in zip(owners, confidences, leaving, strict=True):
-            ready = c >= self.threshold
-            verdict = Verdict(self.token() if leaves else None, c, ready, isnan(c))
-            verdicts.append(verdict)
-            if verdict.failed:
-                self.arrived[one].ended += 1
-            elif leaves:
-                self.take(one, verdict, self.s.stage_ends[plan.stage])
-                self.exits += not ready
-            else:
-                self.stays += ready
-                self.arrived[one].ready |= ready
-        return tuple(verdicts)
-
-    def complete(self, row: Row, stage: int, one: Sequence) -> None:
-        cell = self.cache[self.place(row.block_table, row.position)]
-        assert cell == Cell(one, row.position, row.token, self.s.stage_ends[stage], complete=False)
-        cell.complete = True
-        assert one.tokens[row.position + 1] == self.arrived[one].tokens[-1]
-
-    def after(self, plan: Plan, touched: list[Sequence], before: tuple[int, int]) -> None:
-        self.s.check()
-        assert (self.s.stats.involuntary_exits, self.s.stats.involuntary_stays) == (self.exits, self.stays)
-        assert before == (self.exits, self.stays) or isinstance(plan, Pass)
-        assert len(set(touched)) == len(touched)
-        live = [one for one in self.arrived if one.status is not Status.FINISHED]
-        for one in {*live, *touched}:
-            expected = self.arrived[one]
-            assert one.generated == expected.tokens
-            assert one.depths == expected.depths
-            assert one.confidences == expected.confidences
-            assert expected.ended <= 1
-            assert (one.status is Status.FINISHED) == bool(expected.ended)
-            assert (one.finish_reason is None) == (not expected.ended)
-            if one.status is Status.RUNNING:
-                self.check_exact(one)
-            else:
-                assert (one.block_table, one.slot) == ([], -1)
-        waits = [one.status is Status.WAITING for one in live]
-        assert waits == sorted(waits), "a newer sequence runs while an older one waits"
-
-    def check_exact(self, one: Sequence) -> None:
-        full, size = self.s.stage_ends[-1], self.block_size
-        shallow = [p for p in range(one.num_cached) if self.s._approximate and one.depth_at(p, full) < full]
-        expected = [not shallow or shallow[0] >= (i + 1) * size for i in range(len(one.block_table))]
-        assert [self.s.blocks.is_exact(block) for block in one.block_table] == expected
-
-
-class RandomUse(RuleBasedStateMachine):
-    @initialize(
-        num_blocks=st.integers(4, 16),
-        block_size=st.integers(1, 3),
-        exits=st.integers(1, 3),
-        strategy=st.sampled_from(STRATEGIES),
-        sticky=st.booleans(),
-        approximate=st.booleans(),
-        seqs=st.integers(1, 6),
-        budget=st.integers(1, 20),
-        threshold=st.sampled_from([0.35, 0.55, 0.95]),
-        seed=st.integers(0, 2**32),
-    )
-    def start(
-        self,
-        num_blocks: int,
-        block_size: int,
-        exits: int,
-        strategy: str,
-        sticky: bool,
-        approximate: bool,
-        seqs: int,
-        budget: int,
-        threshold: float,
-        seed: int,
-    ) -> None:
-        ends = tuple(range(2, 2 * exits + 3, 2)) if strategy != "full" else (8,)
-        s = scheduler(
-            num_blocks,
-            block_size,
-            ends,
-            strategy=strategy,
-            sticky=sticky,
-            approximate=approximate,
-            seqs=seqs,
-            budget=budget,
-        )
-        self.world = World(s, block_size, threshold, Random(seed))  # noqa: S311 - not for secrets
-        self.count = 0
-
-    @rule(
-        sizes=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 16)), min_size=1, max_size=5),
-        temperature=st.sampled_from([0.0, 0.8]),
-    )
-    def add(self, sizes: list[tuple[int, int]], temperature: float) -> None:
-        for prompt, max_tokens in sizes:
-            self.add_one(prompt, max_tokens, temperature)
-
-    def add_one(self, prompt: int, max_tokens: int, temperature: float) -> None:
-        one = sequence(f"s{self.count}", prompt, max_tokens, temperature)
-        self.count += 1
-        blocks = self.world.s.blocks
-        if -(-(prompt + max_tokens - 1) // blocks.block_size) > blocks.num_blocks:
-            with pytest.raises(RequestError):
-                self.world.s.add(one)
-        else:
-            self.world.s.add(one)
-            self.world.arrived[one] = Expected()
-
-    @precondition(lambda self: self.world.s.has_work)
-    @rule(plans=st.integers(1, 20))
-    def run(self, plans: int) -> None:
-        for _ in range(plans):
-            self.world.step()
-
-    @precondition(lambda self: any(one.status is not Status.FINISHED for one in self.world.arrived))
-    @rule(data=st.data())
-    def end_one(self, data: st.DataObject) -> None:
-        live = [one for one in self.world.arrived if one.status is not Status.FINISHED]
-        one = data.draw(st.sampled_from(range(len(live))).map(live.__getitem__))
-        self.world.s.finish(one, FinishReason.STOP)
-        self.world.arrived[one].ended += 1
-        self.world.s.check()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "world"):
-            return
-        world, limit = self.world, 5000
-        while world.step():
-            limit -= 1
-            assert limit, "no progress"
-        assert all(expected.ended == 1 for expected in world.arrived.values())
-        assert world.s.blocks.num_free == world.s.blocks.num_blocks
-        world.s.check()
-
-
-TestRandomUse = RandomUse.TestCase
-TestRandomUse.settings = settings(
-    max_examples=100,
-    stateful_step_count=20,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)

@@ -253,6 +253,7 @@ class Loop:
     block_size: int = 4
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 64
+    prefix_cache: bool = True
     plans: list[Plan] = field(default_factory=list)
     before: Callable[[Plan], None] = lambda _: None
     after: Callable[[Plan, Outcome], None] = lambda *_: None
@@ -261,7 +262,7 @@ class Loop:
         shape = CacheShape(self.num_blocks, self.block_size, self.max_num_seqs)
         self.runner = ModelRunner(self.decoder, self.exits, self.completion, shape)
         self.scheduler = Scheduler(
-            BlockManager(self.num_blocks, self.block_size),
+            BlockManager(self.num_blocks, self.block_size, prefix_cache=self.prefix_cache),
             tuple(stage.stop for stage in self.runner.stages),
             leave_rule(self.strategy, sticky=self.sticky),
             approximate=self.completion != "oracle",

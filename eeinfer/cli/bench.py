@@ -121,6 +121,7 @@ bench = typer.Typer(
     "exits.completion",
     "cache.num_blocks",
     "cache.block_size",
+    "cache.prefix_cache",
     "sampling.seed",
 )
 def measure(

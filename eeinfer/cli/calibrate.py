@@ -70,6 +70,7 @@ Force = Annotated[bool, typer.Option("--force", help="Even if the heads were tun
     "batching.max_num_seqs",
     "cache.num_blocks",
     "cache.block_size",
+    "cache.prefix_cache",
     "sampling.max_tokens",
     "sampling.seed",
 )

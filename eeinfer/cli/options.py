@@ -44,6 +44,7 @@ FLAGS = {
     "batching.max_num_seqs": Flag(("--batch",)),
     "cache.num_blocks": Flag(("--num-blocks",), "N"),
     "cache.block_size": Flag(("--block-size",)),
+    "cache.prefix_cache": Flag(("--prefix-cache/--no-prefix-cache",)),
     "sampling.max_tokens": Flag(("--max-tokens",)),
     "sampling.temperature": Flag(("--temperature",)),
     "sampling.seed": Flag(("--seed",)),
@@ -98,7 +99,7 @@ def takes_settings(*keys: str) -> Callable[[Callable[Concatenate[Resolver, P], N
 
     Options default to None, so that a flag that equals a built-in default still wins over a file.
     """
-    names = {FLAGS[key].spellings[0].removeprefix("--").replace("-", "_"): key for key in keys or FLAGS}
+    names = {_parameter(FLAGS[key]): key for key in keys or FLAGS}
 
     def decorate(command: Callable[Concatenate[Resolver, P], None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -121,6 +122,11 @@ def takes_settings(*keys: str) -> Callable[[Callable[Concatenate[Resolver, P], N
         return wrapper
 
     return decorate
+
+
+def _parameter(flag: Flag) -> str:
+    """The name of its parameter: that of the first spelling, of a switch the one that turns it on."""
+    return flag.spellings[0].partition("/")[0].removeprefix("--").replace("-", "_")
 
 
 def _shared() -> Iterator[inspect.Parameter]:

@@ -87,7 +87,9 @@ class BatchingSettings:
         "A row that was ready at an earlier exit of the iteration counts as ready (all-exit, any, majority).",
     )
     max_num_seqs: Positive = setting(32, "Most sequences in flight.")
-    max_num_batched_tokens: Positive = setting(2048, "Most prompt tokens in one prefill.")
+    max_num_batched_tokens: Positive = setting(
+        2048, "Most prompt tokens in one prefill, so that longer prompts run in chunks, with decoding between them."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class CacheSettings:
     memory_fraction: Literal["auto"] | Annotated[float, Gt(0), Le(1)] = setting(
         "auto", "Share of the free memory for the KV cache; auto: 0.5 on a CPU, 0.9 on CUDA."
     )
+    prefix_cache: bool = setting(True, "Share the KV of equal beginnings between requests.")
 
 
 @dataclass(frozen=True, slots=True)

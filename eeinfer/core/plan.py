@@ -67,9 +67,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Run spans of prompt (or replayed) tokens."""
+    """Run spans of prompt (or replayed) tokens, one a sequence.
+
+    A span may attend to tokens that another one runs in the same plan, when both sequences begin alike: in each layer
+    all K and V are written before any are read.
+
+    Attributes:
+        spans: what to run.
+        copies: (block, copy) pairs: what the first holds goes into the second before anything runs.
+    """
 
     spans: tuple[Span, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from eeinfer.errors import RequestError
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended: `stop` (end-of-sequence token or stop string), `length` (max_tokens) or `error`."""
+    """Why a sequence ended: `stop` (end-of-sequence token or stop string), `length` (max_tokens), `error`, `abort`."""
 
     STOP = "stop"
     LENGTH = "length"
+    ABORT = "abort"
     ERROR = "error"
 
 

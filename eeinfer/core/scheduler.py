@@ -1,9 +1,12 @@
 """The Scheduler: which sequences run, which stage runs next on which rows, and what becomes of them.
 
 Continuous batching at the granularity of iterations (Orca, OSDI '22): sequences join and leave between iterations. An
-iteration moves every running sequence by one token. It starts with stage 0 on all rows; rows that do not leave at an
-exit queue for the next stage; when no queue holds a row, the rows that left early are completed, and the iteration
+iteration moves every sequence that decodes by one token. It starts with stage 0 on all rows; rows that do not leave at
+an exit queue for the next stage; when no queue holds a row, the rows that left early are completed, and the iteration
 ends.
+
+Long prompts are prefilled in chunks (Sarathi-Serve, OSDI '24), in plans of their own: a Prefill of at most one budget
+of tokens and an iteration take turns, so that decoding never waits for more than one budget and nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 
 from eeinfer.core.block_manager import BlockManager
 from eeinfer.core.plan import Complete, Outcome, Pass, Plan, Prefill, Row, Span, Verdict
+from eeinfer.core.prefill import PrefillDraft
 from eeinfer.core.request import FinishReason
 from eeinfer.core.sequence import Sequence, Status
 from eeinfer.core.strategy import LeaveRule
@@ -28,11 +32,15 @@ class SchedulerStats:
         involuntary_exits: rows made to leave below their threshold.
         involuntary_stays: times a row was kept at an exit although ready.
         preemptions: times a sequence lost its blocks and had to be replayed.
+        prefix_cache_queries: tokens that were looked for in the prefix cache, of prompts and of replays.
+        prefix_cache_hits: those of them whose KV was there.
     """
 
     involuntary_exits: int = 0
     involuntary_stays: int = 0
     preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
 
 @dataclass(slots=True)
@@ -77,6 +85,7 @@ class Scheduler:
         self._by_slot: list[Sequence | None] = [None] * max_num_seqs
         self._queues: list[list[_Flight]] = [[] for _ in stage_ends]
         self._left: list[tuple[_Flight, int]] = []  # rows to complete, with the last stage they ran
+        self._prefilled = False  # by the last plan: it is the turn of those that decode
 
     @property
     def live(self) -> Iterable[Sequence]:
@@ -110,7 +119,7 @@ class Scheduler:
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         else:
-            self._vacate(sequence)
+            self._vacate(sequence, keep=reason is not FinishReason.ERROR)
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.error = reason, error
 
@@ -121,8 +130,12 @@ class Scheduler:
                 return self._pass(stage, flights)
         if left := [(f, stage) for f, stage in self._left if f.sequence.status is Status.RUNNING]:
             return Complete(tuple(f.row for f, _ in left), tuple(stage for _, stage in left))
-        if spans := self._plan_spans():
-            return Prefill(spans)
+        turn, self._prefilled = self._prefilled, False
+        if turn and (flights := self._begin_iteration()):
+            return self._pass(0, flights)
+        if prefill := self._plan_prefill():
+            self._prefilled = True
+            return prefill
         if flights := self._begin_iteration():
             return self._pass(0, flights)
         return None
@@ -153,7 +166,7 @@ class Scheduler:
     def _begin_iteration(self) -> list[_Flight]:
         flights = []
         for sequence in list(self._running):
-            if sequence.status is Status.RUNNING and self._make_room(sequence):
+            if sequence.status is Status.RUNNING and sequence.decodes and self._make_room(sequence):
                 row = Row(
                     request_id=sequence.request_id,
                     slot=sequence.slot,
@@ -214,47 +227,34 @@ class Scheduler:
 
     # Prefill
 
-    def _plan_spans(self) -> tuple[Span, ...]:
-        budget = self._max_num_batched_tokens
-        spans = []
+    def _plan_prefill(self) -> Prefill | None:
+        draft = PrefillDraft(
+            self.blocks, self._max_num_batched_tokens, self.stage_ends[-1], approximate=self._approximate
+        )
         for sequence in self._running:
-            if budget and sequence.num_cached < sequence.prefill_target:
-                spans.append(self._span(sequence, budget))
-                budget -= len(spans[-1].tokens)
-        while budget and self._waiting and self._admit(self._waiting[0]):
-            spans.append(self._span(self._running[-1], budget))
-            budget -= len(spans[-1].tokens)
-        return tuple(spans)
+            if draft.budget and not sequence.decodes:
+                draft.add(sequence)
+        while draft.budget and self._waiting and self._admit(self._waiting[0], draft):
+            draft.add(self._running[-1])
+        return draft.plan()
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, draft: PrefillDraft) -> bool:
         """Give a waiting sequence a slot and blocks, keeping back one free block for each running sequence."""
         if None not in self._by_slot:
             return False
-        needed = self.blocks.missing(sequence.block_table, sequence.prefill_target)
-        if self._running and needed + len(self._running) > self.blocks.num_free:
+        prefix = draft.find(sequence)
+        if self._running and draft.blocks_needed(sequence, prefix) + len(self._running) > self.blocks.num_free:
             return False
-        grown = self.blocks.grow(sequence.block_table, sequence.prefill_target)
-        assert grown, "add() refuses what cannot fit an empty cache"
+        draft.seat(sequence, prefix)
+        if self.blocks.prefix_cache:
+            self.stats.prefix_cache_queries += sequence.prefill_target
+            self.stats.prefix_cache_hits += prefix.num_tokens
         self._waiting.popleft()
         sequence.slot = self._by_slot.index(None)
         self._by_slot[sequence.slot] = sequence
         sequence.status = Status.RUNNING
         self._running.append(sequence)
         return True
-
-    def _span(self, sequence: Sequence, budget: int) -> Span:
-        start, target = sequence.num_cached, sequence.prefill_target
-        stop = min(target, start + budget)
-        wants_token = stop == target and not sequence.depths
-        full = self.stage_ends[-1]
-        return Span(
-            slot=sequence.slot,
-            tokens=tuple(sequence.tokens[start:stop]),
-            start=start,
-            block_table=tuple(sequence.block_table),
-            depths=tuple(sequence.depth_at(p, full) if self._approximate else full for p in range(start, stop)),
-            draw=sequence.draw() if wants_token else None,
-        )
 
     def _commit_prefill(self, spans: tuple[Span, ...], outcome: Outcome) -> list[Sequence]:
         touched = []
@@ -264,6 +264,9 @@ class Scheduler:
             sequence.num_cached += len(span.tokens)
             if self._approximate:
                 self._mark_replayed(sequence, span)
+            if sequence.decodes and not verdict.failed:
+                # Not chunk by chunk: only the last one's logits tell whether the KV of all is finite.
+                self._cache(sequence, sequence.num_cached)
             if span.draw is not None:
                 self._take_token(sequence, verdict, self.stage_ends[-1])
                 touched.append(sequence)
@@ -278,14 +281,23 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take away blocks and slot; it waits first in line and is replayed at its recorded depths."""
-        self._vacate(sequence)
+        self._vacate(sequence, keep=True)
         sequence.status = Status.WAITING
         sequence.num_cached = 0
         self._waiting.appendleft(sequence)
         self.stats.preemptions += 1
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: Sequence, *, keep: bool) -> None:
+        """Free slot and blocks; with `keep`, what is exact in them can be found again."""
+        if keep and sequence.decodes:
+            self._cache(sequence, sequence.num_cached - 1)  # the last token's KV may still wait for its completion
         self.blocks.release(sequence.block_table)
         self._running.remove(sequence)
         self._by_slot[sequence.slot] = None
         sequence.slot = -1
+
+    def _cache(self, sequence: Sequence, num_tokens: int) -> None:
+        blocks = self.blocks
+        if blocks.prefix_cache:
+            hashes = blocks.extend_hashes(sequence.block_hashes, sequence.tokens, num_tokens)
+            blocks.cache(sequence.block_table, hashes[: num_tokens // blocks.block_size])

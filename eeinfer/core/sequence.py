@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
+from itertools import islice, takewhile
 
 from eeinfer.core.plan import Draw
 from eeinfer.core.request import FinishReason
@@ -34,6 +35,7 @@ class Sequence:
         confidences: at the exit where each generated token left; `None` at full depth.
         num_cached: tokens whose KV is in the cache, from the first on.
         block_table: where that KV lies.
+        block_hashes: of the full blocks of `tokens`, as far as they were asked for; see `BlockManager.extend_hashes`.
         slot: place in the row pool while running.
     """
 
@@ -48,6 +50,7 @@ class Sequence:
     confidences: list[float | None] = field(default_factory=list)
     num_cached: int = 0
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
     slot: int = -1
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -70,6 +73,16 @@ class Sequence:
     def prefill_target(self) -> int:
         """Tokens to have in the cache before decoding: the prompt, or, when replaying, all but the last generated."""
         return self.prompt_tokens if not self.depths else len(self.tokens) - 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all but its last token is in the cache, so that it can take part in an iteration."""
+        return self.num_cached == self.prefill_target
+
+    def exact_tokens(self, full_depth: int) -> int:
+        """Tokens, from the first on, that were run at full depth: the prompt and what follows it without an exit."""
+        run = takewhile(lambda depth: depth == full_depth, islice(self.depths, 1, None))
+        return self.prompt_tokens + sum(1 for _ in run)
 
     def depth_at(self, position: int, full_depth: int) -> int:
         """Layers to run for the token at `position` so that its KV is what it was.

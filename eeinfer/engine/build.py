@@ -207,7 +207,7 @@ def build_runner(
 def build_engine(settings: Settings, model: Model, runner: ModelRunner) -> Engine:
     """An engine with nothing in it yet, ready to take requests."""
     scheduler = Scheduler(
-        BlockManager(runner.shape.num_blocks, runner.shape.block_size),
+        BlockManager(runner.shape.num_blocks, runner.shape.block_size, prefix_cache=settings.cache.prefix_cache),
         tuple(stage.stop for stage in runner.stages),
         leave_rule(settings.batching.strategy, sticky=settings.batching.sticky),
         approximate=settings.exits.completion != "oracle",

@@ -27,10 +27,13 @@ class Stats:
         layers_executed: layers run for them, summed.
         seconds: time spent in steps.
         prefill_seconds: the part of it spent on prompts (and on replay after preemption).
-        finished, failed: requests that ended well, and that did not.
+        finished, failed, aborted: requests that ended well, that did not, and that were cancelled.
         involuntary_exits, involuntary_stays: see `eeinfer.core.scheduler.SchedulerStats`.
         preemptions: times a sequence lost its blocks and had to be replayed.
-        peak_blocks: most KV blocks in use at once.
+        prefix_cache_queries: tokens that were looked for in the prefix cache, of prompts and of replays.
+        prefix_cache_hits: those of them whose KV was there and was not computed again.
+        evictions: times a cached KV block was given to another use.
+        peak_blocks: most KV blocks held at once; cached ones that nobody holds do not count.
     """
 
     generated_tokens: int = 0
@@ -39,9 +42,13 @@ class Stats:
     prefill_seconds: float = 0.0
     finished: int = 0
     failed: int = 0
+    aborted: int = 0
     involuntary_exits: int = 0
     involuntary_stays: int = 0
     preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    evictions: int = 0
     peak_blocks: int = 0
 
     @property
@@ -146,13 +153,27 @@ class Engine:
         """Drop the requests that have not been started; those that have, preempted ones among them, run on."""
         for sequence in list(self._answers):
             if sequence.status is Status.WAITING and not sequence.depths:
-                self.scheduler.finish(sequence, FinishReason.ERROR, "not started")
+                self.scheduler.finish(sequence, FinishReason.ABORT)
                 del self._answers[sequence]
+
+    def cancel(self, request_id: str) -> RequestOutput | None:
+        """End a request between two steps and free what it holds.
+
+        Returns:
+            What it has got so far, with `finish_reason` ABORT; None if no live request has this id.
+        """
+        for sequence in self._answers:
+            if sequence.request_id == request_id:
+                self.scheduler.finish(sequence, FinishReason.ABORT)
+                self.stats.aborted += 1
+                return self._output(sequence)
+        return None
 
     def abort(self) -> None:
         """Drop every live request and free what it holds."""
-        for sequence in list(self._answers):
-            self.scheduler.finish(sequence, FinishReason.ERROR, "aborted")
+        for sequence in self._answers:
+            self.scheduler.finish(sequence, FinishReason.ABORT)
+        self.stats.aborted += len(self._answers)
         self._answers.clear()
 
     def _take_in(self, sequence: Sequence) -> bool:
@@ -188,7 +209,10 @@ class Engine:
         stats.failed += failed
         stats.finished += len(step.finished) - failed
         stats.involuntary_exits, stats.involuntary_stays = counted.involuntary_exits, counted.involuntary_stays
-        stats.preemptions, stats.peak_blocks = counted.preemptions, self.scheduler.blocks.peak_used
+        stats.preemptions = counted.preemptions
+        stats.prefix_cache_queries = counted.prefix_cache_queries
+        stats.prefix_cache_hits = counted.prefix_cache_hits
+        stats.evictions, stats.peak_blocks = self.scheduler.blocks.evictions, self.scheduler.blocks.peak_used
 
     # Requests
 

@@ -65,8 +65,8 @@ class ModelRunner:
     def run(self, plan: Plan) -> Outcome:
         """Carry out a plan. One Verdict for each span or row; none for Complete."""
         match plan:
-            case Prefill(spans):
-                return self._prefill(spans)
+            case Prefill():
+                return self._prefill(plan)
             case Pass():
                 return self._pass(plan)
             case Complete():
@@ -75,6 +75,8 @@ class ModelRunner:
 
     def _clear(self, tables: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         """Zero the slots of each block table from position `starts[i]` on: its sequence has written nothing there.
+
+        Blocks from the prefix cache are full and lie before that, so what they hold stays.
 
         Attention reads whole blocks and gives what is masked a weight of 0; what a former holder left there may be NaN
         or infinite, and 0 times NaN is NaN.
@@ -87,6 +89,12 @@ class ModelRunner:
         ]
         if slots:
             self.cache.flatten(2, 3).index_fill_(2, torch.tensor(slots, device=self.cache.device), 0)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, in all layers."""
+        if pairs:
+            blocks, copies = torch.tensor(pairs, device=self.cache.device).T
+            self.cache.index_copy_(2, copies, self.cache.index_select(2, blocks))
 
     # Decoding
 
@@ -153,8 +161,10 @@ class ModelRunner:
 
     # Prefill, and replay after preemption
 
-    def _prefill(self, spans: Sequence[Span]) -> Outcome:
+    def _prefill(self, plan: Prefill) -> Outcome:
         """Run all tokens through the stages; a replayed token stops, and is completed, at its recorded depth."""
+        spans = plan.spans
+        self._copy(plan.copies)
         self._clear([s.block_table for s in spans], [s.start + len(s.tokens) for s in spans])
         tables = padded([span.block_table for span in spans], self._null_block).to(self.decoder.device)
         tokens = SpanTokens.of(spans)

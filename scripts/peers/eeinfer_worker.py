@@ -15,7 +15,7 @@ BLOCK_SIZE = 16
 
 
 class EeinferEngine:
-    """Weights in bf16 and KV blocks for all sequences of the largest batch."""
+    """Weights in bf16, prefix cache off, KV blocks for all sequences of the largest batch."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         blocks = (-(-options["length"] // BLOCK_SIZE) + 1) * options["batch"]  # one spare each, as admission wants
@@ -28,6 +28,7 @@ class EeinferEngine:
             max_num_batched_tokens=options["prefill_tokens"],
             block_size=BLOCK_SIZE,
             num_blocks=blocks,
+            prefix_cache=False,
         )
         self.version = version("eeinfer")
         self.device = str(self._llm.engine.runner.decoder.device)
