@@ -12,6 +12,7 @@ from eeinfer.model.weights import Weights, layer_views
 from eeinfer.ops.native.kernels import HEAD_SIZES, LayerSizes, NativeLayers, NativeStats, PackedLinear
 from eeinfer.ops.native.library import Unavailable, load
 
+NATIVE_FOLDER = "native"  # in the model store: where the built library is kept
 _PACKED = ("qkv", "output", "gate_up", "down")
 
 
