@@ -8,11 +8,8 @@ With h the hidden state, rms(.) the parameter-free RMS norm and W the vocabulary
     mlp      rms(A rms(h) + D (silu(G z) * (U z))) * norm, z = rms(h) * mlp_norm, A as in linear: beside the linear map
              a gated MLP as in a layer of the model (Shazeer, arXiv 2002.05202)
 
-W is the model's own vocabulary matrix unless the exit brings one (untied). An exit of any kind may have a gate: the
-probability that its token is the full model's, without a look at the vocabulary (a classifier as in CALM, arXiv
-2207.07061, with a hidden layer):
-
-    gate     sigmoid(G2 relu(G0 rms(h) + b0) + b2)
+W is the model's own vocabulary matrix unless the exit brings one (untied). An exit of any kind may have a gate, whose
+forms are in `eeinfer.exits.gates`.
 """
 
 from __future__ import annotations
@@ -24,7 +21,8 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from eeinfer.ops.norm import at_least_float32, rms_norm
+from eeinfer.exits.gates import GateSpec, gate_logit
+from eeinfer.ops.norm import rms_norm
 
 HeadKind = Literal["shared", "norm", "linear", "mlp"]
 Map = Callable[[Tensor], Tensor]
@@ -41,7 +39,7 @@ class ExitSpec:
         tied: uses the model's vocabulary matrix.
         temperature: logits are divided by it.
         intermediate: width of the MLP; `None` for other kinds.
-        gate: width of the gate's hidden layer; `None` for no gate.
+        gate: sizes of the gate; `None` for no gate.
     """
 
     layers_executed: int
@@ -50,7 +48,7 @@ class ExitSpec:
     tied: bool = True
     temperature: float = 1.0
     intermediate: int | None = None
-    gate: int | None = None
+    gate: GateSpec | None = None
 
     def tensor_shapes(self, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Names (below `exits.{i}.`) and shapes of the tensors this head consists of."""
@@ -65,8 +63,8 @@ class ExitSpec:
             assert f is not None, "an mlp has a width"
             shapes |= {"mlp_norm.weight": (d,), "mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d)}
             shapes["mlp.down_proj.weight"] = (d, f)
-        if (w := self.gate) is not None:
-            shapes |= {"gate.0.weight": (w, d), "gate.0.bias": (w,), "gate.2.weight": (1, w), "gate.2.bias": (1,)}
+        if self.gate is not None:
+            shapes |= self.gate.tensor_shapes(d)
         if not self.tied:
             shapes["lm_head.weight"] = (vocab_size, d)
         return shapes
@@ -121,7 +119,7 @@ def build_head(
         features(spec, tensors, final_norm, eps),
         vocabulary if own is None else lambda x: F.linear(x, own),
         spec.temperature,
-        None if spec.gate is None else _gate(tensors, eps),
+        None if spec.gate is None else _gate(spec.gate, tensors, eps),
     )
 
 
@@ -152,19 +150,6 @@ def _mlp(tensors: Mapping[str, Tensor]) -> Map:
     return lambda z: F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
 
 
-def _gate(tensors: Mapping[str, Tensor], eps: float) -> Map:
-    logit = gate_logit(tensors, eps)
+def _gate(spec: GateSpec, tensors: Mapping[str, Tensor], eps: float) -> Map:
+    logit = gate_logit(spec, {name: tensor for name, tensor in tensors.items() if name.startswith("gate.")}, eps)
     return lambda h: logit(h).sigmoid()
-
-
-def gate_logit(tensors: Mapping[str, Tensor], eps: float) -> Map:
-    """A gate before its sigmoid, [n, d] to [n]; what training compares with the truth."""
-    # Thresholds lie near 1, where bfloat16 tells few probabilities apart; the gate is small, so float32 costs little.
-    names = ("gate.0.weight", "gate.0.bias", "gate.2.weight", "gate.2.bias")
-    weight, bias, last, last_bias = (tensors[name].to(at_least_float32(tensors[name].dtype)) for name in names)
-
-    def logit(h: Tensor) -> Tensor:
-        x = rms_norm(h.to(weight.dtype), None, eps)
-        return F.linear(F.relu(F.linear(x, weight, bias)), last, last_bias).squeeze(-1)
-
-    return logit
