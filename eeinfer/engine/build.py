@@ -293,6 +293,7 @@ def head_on(decoder: Decoder, spec: ExitSpec, tensors: Mapping[str, Tensor]) -> 
         final_norm=decoder.final_norm,
         vocabulary=decoder.vocabulary,
         eps=decoder.config.norm_eps,
+        product=decoder.product,
     )
 
 

@@ -26,6 +26,7 @@ from eeinfer.ops.norm import rms_norm
 
 HeadKind = Literal["shared", "norm", "linear", "mlp"]
 Map = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor], Map]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,19 @@ class ExitHead:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
+def plain_product(weight: Tensor) -> Map:
+    """The product with a matrix [m, d], [n, d] to [n, m]."""
+    return lambda x: F.linear(x, weight)
+
+
 def build_head(
-    spec: ExitSpec, tensors: Mapping[str, Tensor], *, final_norm: Map, vocabulary: Map, eps: float
+    spec: ExitSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    final_norm: Map,
+    vocabulary: Map,
+    eps: float,
+    product: Product = plain_product,
 ) -> ExitHead:
     """The head of `spec`.
 
@@ -112,42 +124,44 @@ def build_head(
         final_norm: the model's own final norm.
         vocabulary: the model's own vocabulary product.
         eps: of the model's norms.
+        product: makes the product with a matrix of the head, as the model computes its own.
     """
     own = tensors.get("lm_head.weight")
     return ExitHead(
         spec.layers_executed,
-        features(spec, tensors, final_norm, eps),
-        vocabulary if own is None else lambda x: F.linear(x, own),
+        features(spec, tensors, final_norm, eps, product),
+        vocabulary if own is None else product(own),
         spec.temperature,
         None if spec.gate is None else _gate(spec.gate, tensors, eps),
     )
 
 
-def features(spec: ExitSpec, tensors: Mapping[str, Tensor], final_norm: Map, eps: float) -> Map:
+def features(
+    spec: ExitSpec, tensors: Mapping[str, Tensor], final_norm: Map, eps: float, product: Product = plain_product
+) -> Map:
     """The map f of a head, [n, d] to [n, d]; see `build_head`. Training runs the very same one."""
     if spec.kind == "shared":
         return final_norm
     norm = tensors["norm.weight"]
     if spec.kind == "norm":
         return lambda h: rms_norm(h, norm, eps)
-    linear = _linear(spec, tensors)
+    linear = _linear(spec, tensors, product)
     if spec.kind == "linear":
         return lambda h: rms_norm(linear(rms_norm(h, None, eps)), norm, eps)
-    mlp_norm, mlp = tensors["mlp_norm.weight"], _mlp(tensors)
+    mlp_norm, mlp = tensors["mlp_norm.weight"], _mlp(tensors, product)
     return lambda h: rms_norm(linear(rms_norm(h, None, eps)) + mlp(rms_norm(h, mlp_norm, eps)), norm, eps)
 
 
-def _linear(spec: ExitSpec, tensors: Mapping[str, Tensor]) -> Map:
+def _linear(spec: ExitSpec, tensors: Mapping[str, Tensor], product: Product) -> Map:
     if spec.rank is None:
-        full = tensors["linear.weight"]
-        return lambda x: F.linear(x, full)
-    down, up = tensors["linear.down.weight"], tensors["linear.up.weight"]
-    return lambda x: F.linear(F.linear(x, down), up)
+        return product(tensors["linear.weight"])
+    down, up = product(tensors["linear.down.weight"]), product(tensors["linear.up.weight"])
+    return lambda x: up(down(x))
 
 
-def _mlp(tensors: Mapping[str, Tensor]) -> Map:
-    gate, up, down = (tensors[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return lambda z: F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
+def _mlp(tensors: Mapping[str, Tensor], product: Product) -> Map:
+    gate, up, down = (product(tensors[f"mlp.{name}_proj.weight"]) for name in ("gate", "up", "down"))
+    return lambda z: down(F.silu(gate(z)) * up(z))
 
 
 def _gate(spec: GateSpec, tensors: Mapping[str, Tensor], eps: float) -> Map:
