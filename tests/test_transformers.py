@@ -42,9 +42,8 @@ def test_full_equals_greedy_transformers(default_model: Path) -> None:
 
     sampling = SamplingParams(max_tokens=NEW_TOKENS)
     requests = [Request(str(i), messages=tuple(chat), sampling=sampling) for i, chat in enumerate(chats)]
-    llm = LLM(
-        str(default_model), strategy="full", dtype="float32", device="cpu", temperature=0.0, block_size=4, num_blocks=80
-    )
+    options = {"strategy": "full", "dtype": "float32", "device": "cpu", "temperature": 0.0}
+    llm = LLM(str(default_model), **options, block_size=4, num_blocks=80, prefix_cache=False)
     outputs = llm.generate(requests)
     assert llm.stats.preemptions > 0
     assert [o.prompt_tokens for o in outputs] == [len(prompt) for prompt in prompts]
@@ -53,8 +52,8 @@ def test_full_equals_greedy_transformers(default_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([prompt])
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
-        expected = model.generate(ids, **options)[0, len(prompt) :].tolist()
+        greedy = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+        expected = model.generate(ids, **greedy)[0, len(prompt) :].tolist()
         assert [token.token_id for token in output.tokens] == expected
 
 
