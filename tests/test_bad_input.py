@@ -245,7 +245,7 @@ MODELS: list[tuple[str, Spoil, Sequence[str]]] = [
         config(architectures=["MyModel"], auto_map={"AutoModelForCausalLM": "modeling.MyModel"}),
         ["config.json", "'MyModel'", "known are LlamaForCausalLM", "auto_map) is never run"],
     ),
-    ("architecture", config(architectures=["GPT2LMHeadModel"]), ["config.json", "GPT2LMHeadModel", "Qwen2ForCausalLM"]),
+    ("architecture", config(architectures=["BertModel"]), ["config.json", "BertModel", "Qwen2ForCausalLM"]),
     ("RoPE kind", config(rope_scaling={"type": "yarn", "factor": 2}), ["config.json", "'yarn'", "known are", "llama3"]),
     ("activation", config(hidden_act="gelu"), ["config.json", "hidden_act is 'gelu'", "'silu'"]),
     ("no JSON", content(lambda _: b"{", "config.json"), ["config.json: cannot be read as JSON", "fetch the model"]),

@@ -318,7 +318,7 @@ def test_random_weights_need_no_files() -> None:
 def test_a_refusal_stops_a_benchmark_and_a_failure_is_counted(tiny_model: Callable[[str], Path]) -> None:
     settings = load_settings(flags=FLAGS | {"model.name": str(tiny_model("gqa"))}, environ={}).settings
     located = locate(settings.model, pytest.fail)
-    model = load_model(settings.model, located)
+    model = load_model(settings.model, located, pytest.fail)
     engine = build_engine(settings, model, build_runner(settings, model, plan_exits(settings, located, lambda _: None)))
     too_long = limited([Request("long", prompt_token_ids=(1,) * 150)], 50, ignore_eos=True)
     with pytest.raises(EeinferError, match="request long cannot be served"):
@@ -333,7 +333,7 @@ def test_metrics_on_a_fake_clock(tiny_model: Callable[[str], Path]) -> None:
     seconds = iter(range(10**6))
     settings = load_settings(flags=FLAGS | {"model.name": str(tiny_model("gqa"))}, environ={}).settings
     settings = replace(settings, batching=replace(settings.batching, strategy="full", max_num_seqs=1))
-    model = load_model(settings.model, locate(settings.model, pytest.fail))
+    model = load_model(settings.model, locate(settings.model, pytest.fail), pytest.fail)
     engine = build_engine(settings, model, build_runner(settings, model, []))
     engine._clock = lambda: float(next(seconds))
     requests = limited([Request(n, prompt_token_ids=(1, 2)) for n in "ab"], 3, ignore_eos=True)

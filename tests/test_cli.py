@@ -102,6 +102,7 @@ def test_each_option_sets_its_key(run: Run) -> None:
         "model.device": "cpu",
         "exits.layers": "5,10",
         "exits.threshold": "0.5,-inf",
+        "model.kernels": "torch",
         "exits.measure": "margin",
         "exits.decay": "1.5",
         "exits.completion": "copy",

@@ -14,6 +14,7 @@ from fake_llm import Run, runner
 from tiny import VARIANTS, load_decoder
 
 from eeinfer.exits.files import TENSORS_NAME, Base, HeadsFile, save_heads
+from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec
 from eeinfer.model import loader
 from eeinfer.model.families import model_config
@@ -39,7 +40,7 @@ def inspected(run: Run) -> Callable[..., dict[str, Any]]:
 def with_heads(folder: Path, model: Path) -> Path:
     """Random heads of every form for the tiny model."""
     specs = (
-        ExitSpec(2, "linear", rank=4, gate=8),
+        ExitSpec(2, "linear", rank=4, gate=GateSpec(8)),
         ExitSpec(3, "norm"),
         ExitSpec(4, "mlp", intermediate=16, tied=False),
     )
@@ -61,9 +62,11 @@ def test_counts_are_those_of_the_model_in_memory(
     tensors = stored(load_decoder(folder, torch.float32).weights)
     counts = found["parameters"]
     assert counts["total"] == sum(tensor.numel() for tensor in tensors.values())
-    assert counts["embedding"] == tensors["embedding"].numel()
+    positions = tensors["positions"].numel() if "positions" in tensors else 0
+    assert counts["embedding"] == tensors["embedding"].numel() + positions
     assert counts["lm_head"] == (tensors["lm_head"].numel() if "lm_head" in tensors else 0)
-    assert counts["other"] == tensors["final_norm"].numel()
+    norm = [tensors[name].numel() for name in ("final_norm", "final_norm_bias") if name in tensors]
+    assert counts["other"] == sum(norm)
     assert found["model"]["fingerprint"] == fingerprint(folder)
     assert found["model"]["num_layers"] == 6
     memory = found["memory"]
@@ -100,7 +103,7 @@ def test_no_weights_are_read(
     exits = inspected(tiny_model("gqa"), "--heads", heads, "--threshold", "0.5,inf,-inf")["exits"]
     assert exits["heads"] == str(heads)
     assert [(one["layers_executed"], one["kind"], one["gate"], one["threshold"]) for one in exits["exits"]] == [
-        (2, "linear", 8, 0.5),
+        (2, "linear", {"width": 8, "tokens": None}, 0.5),
         (3, "norm", None, None),
         (4, "mlp", None, "-inf"),
     ]

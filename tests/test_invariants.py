@@ -19,6 +19,7 @@ from eeinfer.core.plan import Pass
 from eeinfer.core.request import FinishReason
 from eeinfer.core.sequence import Sequence as Seq
 from eeinfer.exits.files import HeadsFile, save_heads
+from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec
 from eeinfer.model.decoder import Decoder
 
@@ -122,7 +123,7 @@ def write_heads(folder: Path, llm: LLM, kind: str) -> Path:
     folder.mkdir()
     generator = torch.Generator().manual_seed(3)
     rank, intermediate = 8 if kind == "linear" else None, 24 if kind == "mlp" else None
-    first = ExitSpec(2, kind, rank, intermediate=intermediate, gate=6)  # type: ignore[arg-type]
+    first = ExitSpec(2, kind, rank, intermediate=intermediate, gate=GateSpec(6))  # type: ignore[arg-type]
     specs = [first, replace(first, layers_executed=4, rank=None, tied=False, temperature=1.5)]
     base = llm.located.base
     tensors = tuple(

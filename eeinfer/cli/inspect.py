@@ -85,6 +85,10 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "calibration", _calibration_text(found["calibration"])
 
 
+def _gate(width: int, tokens: int | None) -> str:
+    return f"gate of {width}" + ("" if tokens is None else f" with {tokens} tokens")
+
+
 def _exit_lines(exits: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "exit heads", exits["heads"] or "none: exits use the model's own head"
     if not exits["exits"]:
@@ -93,7 +97,7 @@ def _exit_lines(exits: dict[str, Any]) -> Iterator[tuple[str, str]]:
         words = [
             f"after {one['layers_executed']} layers: {one['kind']}",
             *([f"rank {one['rank']}"] if one["rank"] else []),
-            *([f"gate of {one['gate']}"] if one["gate"] else []),
+            *([_gate(**one["gate"])] if one["gate"] else []),
             *([] if one["tied"] else ["own vocabulary matrix"]),
             f"{_count(one['parameters'])} parameters",
             "not in use" if one["threshold"] is None else f"leaves at {exits['measure']} >= {one['threshold']}",
