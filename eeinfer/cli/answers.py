@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from eeinfer.cli.meter import Meter
 from eeinfer.cli.show import DepthPainter
-from eeinfer.core.request import RequestOutput
+from eeinfer.core.request import Request, RequestOutput
 from eeinfer.engine.prompt_file import LineError, error_line, output_line
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class AnswerWriter:
     token_details: bool
     failures: list[str] = field(default_factory=list)
     depths: Counter[int] = field(default_factory=Counter)
-    _waiting: dict[int, tuple[RequestOutput | LineError, int | None]] = field(default_factory=dict)
+    _waiting: dict[int, tuple[RequestOutput | LineError, Request | LineError]] = field(default_factory=dict)
     _next: int = 0
 
-    def put(self, index: int, answer: RequestOutput | LineError, line_number: int | None) -> None:
-        """Take the answer to the prompt at `index` (from 0), which stands in line `line_number` of its file."""
-        self._waiting[index] = answer, line_number
+    def put(self, index: int, answer: RequestOutput | LineError, entry: Request | LineError) -> None:
+        """Take the answer to `entry`, which is the prompt at `index` (from 0) of its file."""
+        self._waiting[index] = answer, entry
         while self._next in self._waiting:
             self._write(*self._waiting.pop(self._next))
             self._next += 1
@@ -54,15 +54,21 @@ class AnswerWriter:
         if self.console and self.depths:
             self.console.print(self.painter.legend(self.depths), highlight=False)
 
-    def _write(self, answer: RequestOutput | LineError, line_number: int | None) -> None:
+    def _write(self, answer: RequestOutput | LineError, entry: Request | LineError) -> None:
         if isinstance(answer, LineError):
             line, text = error_line(answer), self.painter.failure(answer.id, answer.message)
             self.failures.append(answer.message)
         else:
-            line = output_line(answer, exits=self.exits, token_details=self.token_details, line_number=line_number)
+            line = output_line(
+                answer,
+                exits=self.exits,
+                token_details=self.token_details,
+                line_number=entry.line,
+                call=entry.call,
+            )
             if answer.error is None:
                 text = self.painter.answer(answer)
-                self.depths.update(t.layers_executed for t in answer.tokens)
+                self.depths.update(t.layers_executed for one in answer.sequences for t in one.tokens)
             else:
                 text = self.painter.failure(answer.id, answer.error)
                 self.failures.append(f"{answer.id}: {answer.error}")

@@ -41,24 +41,26 @@ def generate(
     """Answer a file of prompts, in batches, with early exit.
 
     A line of the prompt file is an object with prompt (text) or messages (chat), and optionally id, max_tokens,
-    temperature, seed and stop. Answers come as one JSON object a line, in the order of the prompts; a bad line gets an
-    error line of its own and the others run. Progress and a summary go to standard error. Beside --output FILE, the
-    settings of the run are kept as FILE.settings.toml.
+    temperature, seed, stop and vLLM's other sampling parameters, such as top_p, logprobs and n; or it is a line of an
+    OpenAI batch file. Answers come as one JSON object a line, in the order of the prompts; a bad line gets an error
+    line of its own and the others run. Progress and a summary go to standard error. Beside --output FILE, the settings
+    of the run are kept as FILE.settings.toml.
     """
     from eeinfer.engine.prompt_file import PACKAGED_PROMPTS, read_prompt_file
 
-    resolve()  # bad settings are told before any work
+    settings = resolve().settings  # bad settings are told before any work
     if prompts is None:
         note("no --prompts given: answering the packaged ones")
     source = PACKAGED_PROMPTS if prompts is None else Path(prompts)
     destination = None if output == "-" else _destination(Path(output), source)
-    entries = read_prompt_file(sys.stdin.buffer if prompts == "-" else source, limit=num_prompts)
+    stream = sys.stdin.buffer if prompts == "-" else source
+    entries = read_prompt_file(stream, limit=num_prompts, model=settings.model.name)
     with _opened(destination) as file:
         lines = None if show_exits and destination is None else file
         failures = _answer(entries, resolve, lines, token_details=token_details, show_exits=show_exits)
     if destination and destination.is_file() and resolve.latest:
-        settings = destination.with_name(f"{destination.name}.settings.toml")
-        settings.write_text(resolve.latest.to_toml(), encoding="utf-8")
+        kept = destination.with_name(f"{destination.name}.settings.toml")
+        kept.write_text(resolve.latest.to_toml(), encoding="utf-8")
     if failures:
         note(f"{len(failures)} of {len(entries)} prompts failed; the first: {failures[0]}")
         raise typer.Exit(1)
@@ -89,17 +91,17 @@ def _answer(
     console = Console()
     exits, num_layers = (llm.exits, llm.num_layers) if llm else ((), 0)
     painter = DepthPainter(exits, num_layers, shows_colours(console))
-    meter = Meter(len(requests))
+    meter = Meter(sum(request.sampling.n for request in requests))
     writer = AnswerWriter(lines, console if show_exits else None, painter, meter, bool(exits), token_details)
     for i, entry in enumerate(entries):
         if not isinstance(entry, Request):
-            writer.put(i, entry, entry.line)
+            writer.put(i, entry, entry)
     if llm:
         places = {entry.id: i for i, entry in enumerate(entries) if isinstance(entry, Request)}
         with meter.running():
             llm.generate(
                 requests,
-                on_output=lambda out: writer.put(places[out.id], out, entries[places[out.id]].line),
+                on_output=lambda out: writer.put(places[out.id], out, entries[places[out.id]]),
                 on_step=meter.step,
             )
         writer.close()

@@ -1,4 +1,7 @@
-"""Prompt files and answer lines: JSON Lines in, JSON Lines out. A bad line is its own error; the others run."""
+"""Prompt files and answer lines: JSON Lines in, JSON Lines out. A bad line is its own error; the others run.
+
+Lines of OpenAI batch files may be among them; see `eeinfer.engine.openai_batch`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,39 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eeinfer.config.suggest import did_you_mean
-from eeinfer.core.request import FinishReason, Guarantee, Request, RequestOutput, SamplingParams
+from eeinfer.core.request import BatchCall, FinishReason, Request, RequestOutput, SamplingParams
+from eeinfer.engine.answer_parts import exit_summary, logprob_entries, token_entries, usage
+from eeinfer.engine.openai_batch import answer_line, called, failure_line, is_batch_line, prompt_fields
 from eeinfer.errors import EeinferError, RequestError
 
 PACKAGED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 
-FIELDS = ("prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop", "reference")
+CHECKED_BY_PARAMS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logprobs",
+    "n",
+)
+FIELDS = (
+    "prompt",
+    "messages",
+    "id",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "stop",
+    "reference",
+    *CHECKED_BY_PARAMS,
+)
 IGNORED = ("category",)  # carried by data sets, of no use here
 ROLES = ("system", "user", "assistant")
 MAX_SEED = 2**63 - 1
@@ -24,19 +54,26 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """A line that is no request: its number (from 1), its id (`line-N` when unknown), and what to change."""
+    """A line that is no request: its number (from 1), its id (`line-N` when unknown), and what to change.
+
+    `call` is the OpenAI call that it is meant as, if it is.
+    """
 
     line: int
     id: str
     message: str
+    call: BatchCall | None = None
 
 
-def read_prompt_file(source: Path | BinaryIO, *, limit: int | None = None) -> list[Request | LineError]:
+def read_prompt_file(
+    source: Path | BinaryIO, *, limit: int | None = None, model: str | None = None
+) -> list[Request | LineError]:
     """The requests of a JSONL file in order, with a LineError in the place of each bad line. Skips blank lines.
 
     Args:
         source: a file, or an open binary stream such as `sys.stdin.buffer`.
         limit: stop after this many requests and bad lines.
+        model: the one that runs, which lines of OpenAI batch files must ask for; None: they may ask for any.
 
     Raises:
         EeinferError: the file is missing, a folder, unreadable, UTF-16, or holds no line at all.
@@ -45,9 +82,9 @@ def read_prompt_file(source: Path | BinaryIO, *, limit: int | None = None) -> li
     try:
         if isinstance(source, Path):
             with source.open("rb") as lines:
-                entries = list(islice(_entries(lines, name), limit))
+                entries = list(islice(_entries(lines, name, model), limit))
         else:
-            entries = list(islice(_entries(source, name), limit))
+            entries = list(islice(_entries(source, name, model), limit))
     except OSError as error:
         raise EeinferError(f"{name}: cannot read prompts: {error.strerror}") from None
     if not entries:
@@ -56,7 +93,12 @@ def read_prompt_file(source: Path | BinaryIO, *, limit: int | None = None) -> li
 
 
 def output_line(
-    output: RequestOutput, *, exits: bool, token_details: bool, line_number: int | None = None
+    output: RequestOutput,
+    *,
+    exits: bool,
+    token_details: bool,
+    line_number: int | None = None,
+    call: BatchCall | None = None,
 ) -> dict[str, Any]:
     """The answer to one request as a JSON object.
 
@@ -65,65 +107,60 @@ def output_line(
         exits: whether exits are on, so that depth is worth a word.
         token_details: adds one entry a token.
         line_number: of the prompt, told when it failed.
+        call: the OpenAI call that it answers, in the shape of which it is told.
     """
+    if call is not None:
+        return answer_line(output, call, exits=exits, token_details=token_details)
     if output.finish_reason is FinishReason.ERROR:
         place = {} if line_number is None else {"line": line_number}
         return {"id": output.id, **place, "error": output.error}
-    completion = len(output.tokens)
-    line: dict[str, Any] = {
-        "id": output.id,
-        "text": output.text,
-        "finish_reason": output.finish_reason.value,
-        "usage": {
-            "prompt_tokens": output.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": output.prompt_tokens + completion,
-        },
+    ends = [{"text": one.text, "finish_reason": one.finish_reason.value} for one in output.sequences]
+    details = [_details(one, token_details=token_details) for one in output.sequences]
+    summary = exit_summary(output) if exits else None
+    shared = {"usage": usage(output), **({"exits": summary} if summary else {})}
+    if not output.outputs:
+        return {"id": output.id, **ends[0], **shared, **details[0]}
+    outputs = [{"index": i, **end, **detail} for i, (end, detail) in enumerate(zip(ends, details, strict=True))]
+    return {"id": output.id, "outputs": outputs, **shared}
+
+
+def _details(output: RequestOutput, *, token_details: bool) -> dict[str, Any]:
+    told = logprob_entries(output.tokens)
+    return {
+        **({} if told is None else {"logprobs": told}),
+        **({"tokens": token_entries(output.tokens)} if token_details else {}),
     }
-    if exits and output.mean_layers is not None:
-        shares = {str(depth): round(share, 4) for depth, share in output.exit_shares.items()}
-        line["exits"] = {"mean_layers": round(output.mean_layers, 3), "share": shares, **_certified(output.certified)}
-    if token_details:
-        line["tokens"] = [
-            {"token_id": t.token_id, "text": t.text, "layers_executed": t.layers_executed, "confidence": t.confidence}
-            for t in output.tokens
-        ]
-    return line
-
-
-def _certified(certified: Guarantee | str | None) -> dict[str, Any]:
-    if certified is None:
-        return {}
-    if isinstance(certified, str):
-        return {"certified": False, "reason": certified}
-    return {"certified": {"tolerance": certified.tolerance, "confidence": certified.confidence}}
 
 
 def error_line(error: LineError) -> dict[str, Any]:
     """A bad line as a JSON object."""
+    if error.call is not None:
+        return failure_line(error.id, error.message, status=400)
     return {"id": error.id, "line": error.line, "error": error.message}
 
 
-def _entries(lines: Iterable[bytes], name: str) -> Iterable[Request | LineError]:
+def _entries(lines: Iterable[bytes], name: str, model: str | None) -> Iterable[Request | LineError]:
     seen: dict[str, int] = {}
     for number, raw in enumerate(lines, start=1):
         if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise EeinferError(f"{name}: this is UTF-16; save it as UTF-8")
         raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw  # noqa: PLW2901 - a byte order mark
         if raw.strip():
-            yield _entry(raw.rstrip(), number, seen)
+            yield _entry(raw.rstrip(), number, seen, model)
 
 
-def _entry(raw: bytes, number: int, seen: dict[str, int]) -> Request | LineError:
-    request_id = f"line-{number}"
+def _entry(raw: bytes, number: int, seen: dict[str, int], model: str | None) -> Request | LineError:
+    request_id, call = f"line-{number}", None
     try:
         fields = _parse(raw)
-        request_id = _request_id(fields, request_id)
+        if is_batch_line(fields):
+            call = called(fields, model)
+        request_id = _request_id(fields.get("custom_id" if call else "id"), request_id)
         _check_unique(request_id, seen)
         seen[request_id] = number
-        return _request(fields, request_id, number)
+        return _request(prompt_fields(fields, model) if call else fields, request_id, number, call)
     except RequestError as error:
-        return LineError(number, request_id, f"line {number}: {error}")
+        return LineError(number, request_id, f"line {number}: {error}", call)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
@@ -142,8 +179,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _request_id(fields: Mapping[str, Any], default: str) -> str:
-    value = fields.get("id")
+def _request_id(value: object, default: str) -> str:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
@@ -156,7 +192,7 @@ def _check_unique(request_id: str, seen: Mapping[str, int]) -> None:
         raise RequestError(f"id {request_id!r} is already that of line {seen[request_id]}; give it another")
 
 
-def _request(fields: Mapping[str, Any], request_id: str, number: int) -> Request:
+def _request(fields: Mapping[str, Any], request_id: str, number: int, call: BatchCall | None) -> Request:
     for name in fields:
         if name not in FIELDS and name not in IGNORED:
             raise RequestError(f"unknown field {name!r}{did_you_mean(name, FIELDS)}")
@@ -172,9 +208,11 @@ def _request(fields: Mapping[str, Any], request_id: str, number: int) -> Request
             temperature=_temperature(fields.get("temperature")),
             seed=_integer(fields.get("seed"), "seed", low=0),
             stop=_stop(fields.get("stop")),
+            **{name: value for name in CHECKED_BY_PARAMS if (value := fields.get(name)) is not None},
         ),
         line=number,
         reference=None if reference is None else _text(reference, "reference"),
+        call=call,
     )
 
 
