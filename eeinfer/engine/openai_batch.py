@@ -67,7 +67,7 @@ def prompt_fields(line: Mapping[str, Any], model: str | None) -> dict[str, Any]:
         raise RequestError("custom_id must be text")
     if line.get("method") != "POST":
         raise RequestError('method must be "POST"')
-    if line.get("url") not in _BODY:
+    if line.get("url") not in tuple(_BODY):
         raise RequestError(f'url must be "{CHAT}" or "{COMPLETIONS}"')
     if not isinstance(line.get("body"), dict):
         raise RequestError("body must be an object")
@@ -83,7 +83,7 @@ def _check_body(body: Mapping[str, Any], known: Sequence[str], model: str | None
             if value != _NEUTRAL[name]:
                 raise RequestError(f"body.{name} can only be {dumps(_NEUTRAL[name])} here")
         elif name not in known:
-            raise RequestError(f"body.{name} is not supported{did_you_mean(name, known)}")
+            raise RequestError(f"body: {name!r} is not supported{did_you_mean(name, known)}")
     if model is not None and body.get("model", model) != model:
         raise RequestError(f"body.model is {body['model']!r}, but {model!r} runs; name that, or pass --model")
 

@@ -56,8 +56,9 @@ def _logprobs(logits: Tensor, token: Tensor, count: int) -> tuple[TokenLogprob, 
     own = logprobs[token]
     top, ids = logprobs.topk(count)
     chosen = TokenLogprob(int(token), float(own), int((logprobs > own).sum()) + 1)
-    pairs = zip(ids.tolist(), top.tolist(), strict=True)
-    return (chosen, *(TokenLogprob(i, value, rank) for rank, (i, value) in enumerate(pairs, start=1)))
+    values = top.tolist()
+    ranks = {value: rank for rank, value in reversed([*enumerate(values, start=1)])}  # equally likely: the same rank
+    return (chosen, *(TokenLogprob(i, value, ranks[value]) for i, value in zip(ids.tolist(), values, strict=True)))
 
 
 def _draw(logits: Tensor, draw: Draw) -> Tensor:
