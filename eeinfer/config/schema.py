@@ -111,7 +111,9 @@ class SamplingSettings:
         1.0, "Above 1, tokens of the prompt and of the answer so far become less likely; 1 does nothing."
     )
     presence_penalty: Penalty = setting(0.0, "Taken from the logits of the answer's tokens.")
-    frequency_penalty: Penalty = setting(0.0, "The same, for each time they occur in it.")
+    frequency_penalty: Penalty = setting(
+        0.0, "Taken from the logits of the answer's tokens for each time they occur in it."
+    )
     seed: Seed = setting(0, "Seed of the run; a request's own seed wins.")
 
 
