@@ -143,7 +143,7 @@ def test_min_tokens_holds_back_stop_tokens_ends_and_stop_strings(make_llm: Calla
     assert ids(llm.generate([asked(**ending, ignore_eos=True)])[0]) == [EOS] * 10
     assert ids(llm.generate([asked(**ending, ignore_eos=True, min_tokens=3)])[0]) == [65] * 3 + [EOS] * 7
     [text] = {t.text for t in llm.generate([asked(logit_bias={65: 100})])[0].tokens}
-    [answer] = llm.generate([asked(logit_bias={65: 100}, stop=[text], min_tokens=4)])
+    [answer] = llm.generate([asked(logit_bias={65: 100}, stop=[text, "x" * 9], min_tokens=4)])
     assert (answer.text, len(answer.tokens), answer.finish_reason) == (4 * text, 5, FinishReason.STOP)
 
 

@@ -396,7 +396,8 @@ def answer(words: Sequence[str], *stop: str) -> tuple[_Answer, bool]:
         (["ab", "cd", "ef"], ["bc"], "a", ["a", ""]),
         (["ab", "c", "", "d", "ef"], ["bcde"], "a", ["a", "", "", "", ""]),
         (["ab", "cd"], ["ab"], "", [""]),
-        (["abcd"], ["d", "bc"], "a", ["a"]),  # the earliest in the text wins, not the first in the list
+        (["abcd"], ["d", "bc"], "a", ["a"]),  # the first to be complete wins, not the first in the list
+        (["abcd"], ["abcd", "c"], "ab", ["ab"]),  # nor the one that began first
         (["xaab"], ["aab", "ab"], "x", ["x"]),
         (["aa", "aa"], ["aaa"], "", ["", ""]),
         (["ab", "ab", "ac"], ["abac"], "ab", ["ab", "", ""]),
@@ -419,9 +420,9 @@ def test_stop_strings_against_a_plain_search(words: list[str], stop: list[str]) 
     found, stopped = answer(words, *stop)
     for n in range(len(words) + 1):
         text = "".join(words[:n])
-        hits = [text.index(s) for s in stop if s in text]
+        hits = [(text.index(s) + len(s), i, text.index(s)) for i, s in enumerate(stop) if s in text]
         if hits:
-            assert (stopped, found.text, len(found.pieces)) == (True, text[: min(hits)], n)
+            assert (stopped, found.text, len(found.pieces)) == (True, text[: min(hits)[-1]], n)
             break
     else:
         assert (stopped, found.text, found.pieces) == (False, "".join(words), words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from operator import itemgetter
 from time import perf_counter
 
 from eeinfer.config.schema import SamplingSettings
@@ -73,15 +74,16 @@ class _Answer:
         sampling = self.request.sampling
         keeps = sampling.include_stop_str_in_output
         piece = "" if ends and not keeps else self.stream.push(token)
-        searched_from = max(0, len(self.text) - max(map(len, sampling.stop), default=1) + 1)
+        known = len(self.text)
         self.text += piece
         self.pieces.append(piece)
         if len(self.pieces) <= sampling.min_tokens:
             return False
-        hits = [(at, len(stop)) for stop in sampling.stop if (at := self.text.find(stop, searched_from)) >= 0]
+        found = ((stop, self.text.find(stop, max(0, known - len(stop) + 1))) for stop in sampling.stop)
+        hits = [(at + len(stop), at) for stop, at in found if at >= 0]
         if hits:
-            at, length = min(hits)
-            self._cut(at + length if keeps else at)
+            end, at = min(hits, key=itemgetter(0))  # whichever is complete first, then the first in the list
+            self._cut(end if keeps else at)
         return bool(hits)
 
     def _cut(self, end: int) -> None:
