@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from eeinfer.core.plan import Draw, Shaping
-from eeinfer.runner.sampler import sample, token_logprobs
+from eeinfer.runner.sampler import _nucleus, sample, token_logprobs
 
 inf = math.inf
 LOGITS = [1.5, 0.0, -1.0, 2.0, 0.5, -0.25, 1.0, -2.0]
@@ -126,6 +126,17 @@ def test_equally_likely_tokens_at_the_edge() -> None:
     seeds = range(600)
     assert set(sample(logits, [Draw(1.0, s, Shaping(top_k=2)) for s in seeds]).tolist()) == set(range(6))
     assert set(sample(logits, [Draw(1.0, s, Shaping(top_p=0.5)) for s in seeds]).tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.999])
+def test_the_nucleus_of_a_large_vocabulary(spread: float, top_p: float) -> None:
+    """Flat and peaked distributions: the nucleus is the one that a sort of all tokens finds."""
+    logits = spread * torch.randn(5000, generator=torch.Generator().manual_seed(2))
+    tempered = logits - logits.max()
+    values, order = tempered.double().sort(descending=True, stable=True)
+    before = values.softmax(dim=0).cumsum(dim=0) - values.softmax(dim=0)
+    assert _nucleus(tempered, top_p).tolist() == order[before < top_p].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
