@@ -327,11 +327,18 @@ def test_the_shape_of_a_failure() -> None:
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"stop": ("",)}, "stop is"),
         ({"stop": ("a", 5)}, "stop is"),
+        ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
+        ({"n": None}, "n is None"),
+        ({"min_tokens": None}, "min_tokens is None"),
     ],
 )
 def test_the_python_interface_refuses_what_means_nothing(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**values)
+
+
+def test_parameters_can_be_keys() -> None:
+    assert len({SamplingParams(logit_bias={3: 1.0}), SamplingParams(logit_bias={3: 1.0}), SamplingParams(n=2)}) == 2
 
 
 def test_one_stop_string_is_not_its_characters() -> None:

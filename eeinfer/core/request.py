@@ -37,6 +37,7 @@ MAX_SEQUENCES = 16384  # of one request
 _RANGES = {
     "max_tokens": _Range(int, 1, inf, "an integer from 1 on"),
     "temperature": _Range(float, 0, inf, "a number from 0 on"),
+    "seed": _Range(int, -inf, inf, "an integer"),
     "top_p": _Range(float, 0, 1, "a number above 0 and up to 1", open=True),
     "top_k": _Range(int, -1, inf, "an integer from 1 on, or 0 for all tokens"),
     "min_p": _Range(float, 0, 1, "a number from 0 to 1"),
@@ -47,6 +48,7 @@ _RANGES = {
     "logprobs": _Range(int, -1, inf, "an integer from 0 on, or -1 for the whole vocabulary"),
     "n": _Range(int, 1, MAX_SEQUENCES, f"an integer from 1 to {MAX_SEQUENCES}"),
 }
+_NEVER_NONE = ("min_tokens", "n")
 _BIAS = 100
 _ID = re.compile("[0-9]{1,18}")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output")
@@ -96,7 +98,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -110,7 +112,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         for name, range_ in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not _within(value, range_):
+            if not (_within(value, range_) or (value is None and name not in _NEVER_NONE)):
                 raise RequestError(f"{name} is {value!r}; it must be {range_.words}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
