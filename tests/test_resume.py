@@ -252,6 +252,17 @@ def test_drain_finishes_what_has_started_preempted_requests_among_it(make_llm: C
     assert [output.id for output in llm.generate([requests[-1]])] == ["7"], "a drained engine takes new requests"
 
 
+def test_drain_finishes_all_sequences_of_a_request_that_has_started(make_llm: Callable[..., LLM]) -> None:
+    sampling = SamplingParams(n=3, temperature=1.0, ignore_eos=True)
+    requests = [Request(name, prompt="abc", sampling=sampling) for name in ("first", "second", "third")]
+    undisturbed = make_llm(max_tokens=5).generate(requests)
+    llm = make_llm(max_tokens=5, max_num_seqs=4)
+    assert (
+        llm.generate(requests, on_step=lambda stats: llm.drain() if stats.generated_tokens else None) == undisturbed[:2]
+    )
+    llm.engine.scheduler.check()
+
+
 def test_ctrl_c_before_the_first_step_and_the_third_time_is_not_waited_for() -> None:
     drained: list[bool] = []
     interrupts = Interrupts(lambda: drained.append(True), lambda _: None)

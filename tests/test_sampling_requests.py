@@ -16,6 +16,7 @@ from eeinfer import LLM
 from eeinfer.config.schema import SamplingSettings
 from eeinfer.core.plan import Draw, Shaping
 from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from eeinfer.engine.parallel_sampling import sequences_of
 from eeinfer.engine.sampling import banned_tokens, effective, shaping_of
 from eeinfer.errors import RequestError
 from eeinfer.model.decoder import Decoder
@@ -174,6 +175,20 @@ def test_n_answers_have_seeds_of_their_own(make_llm: Callable[..., LLM]) -> None
     [unseeded] = llm.generate([asked(temperature=1.5, n=3)])
     assert ids(unseeded.outputs[0]) == ids(llm.generate([asked(temperature=1.5)])[0])
     assert llm.stats.finished == 3 + 3 + 3 + 1
+
+
+def test_cancelling_ends_all_sequences_of_a_request(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=2)
+    for sequence in sequences_of(asked("several", temperature=1.0, n=3, ignore_eos=True)):
+        llm.engine.add(sequence)
+    llm.engine.step()
+    cancelled = llm.engine.cancel("several")
+    assert cancelled is not None
+    assert [(one.index, one.finish_reason) for one in cancelled.sequences] == [
+        (i, FinishReason.ABORT) for i in range(3)
+    ]
+    assert (llm.engine.has_work, llm.stats.aborted) == (False, 3)
+    llm.engine.scheduler.check()
 
 
 def test_answers_of_several_requests_are_told_apart(make_llm: Callable[..., LLM]) -> None:
