@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eeinfer import EeinferError
+from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec
 from eeinfer.model.decoder import Decoder
 from eeinfer.training.auto import candidates, measured_costs, select
@@ -22,7 +23,7 @@ def costs(gate: float, head: float = 0.1) -> Costs:
 def predictions(*right: int) -> Predictions:
     """Of 1,000 tokens each exit is sure of so many, and right; of the others it is not, and wrong."""
     agree = torch.stack([torch.arange(1000) < n for n in right])
-    return Predictions(agree, {"max-prob": 0.5 + 0.4 * agree.float()})
+    return Predictions(torch.zeros_like(agree, dtype=torch.int64), agree, {"max-prob": 0.5 + 0.4 * agree.float()})
 
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(30, (7, 10, 13, 16, 20, 23, 26, 29)), (6, (1, 2, 3, 4, 5))])
@@ -54,7 +55,7 @@ def test_it_is_said_when_nothing_pays() -> None:
 def test_costs_are_measured_in_layers(tiny_decoder: Callable[..., Decoder]) -> None:
     decoder = tiny_decoder("gqa", torch.float32)
     specs = [ExitSpec(2, "linear"), ExitSpec(4, "mlp", intermediate=48)]
-    found = measured_costs(decoder, specs, torch.eye(32).repeat(2, 1, 1), gate_width=8, rows=2)
+    found = measured_costs(decoder, specs, torch.eye(32).repeat(2, 1, 1), gate=GateSpec(8, 20), rows=2)
     assert (found.num_layers, found.exits) == (6, (2, 4))
     assert all(0 < cost < 6 for cost in (found.vocabulary, found.completion, *found.heads, *found.gates))
     assert found.heads[0] < found.heads[1]

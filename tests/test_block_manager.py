@@ -364,7 +364,7 @@ class RandomUse(RuleBasedStateMachine):
             pair = self.blocks.own(one.table, len(table) - 1)
             assert pair == ((table[-1], one.table[-1]) if others else None)
             assert (one.table[-1] != table[-1]) == bool(others)
-            self.content[one.table[-1]] = one.tokens
+            self.content[one.table[-1]] = list(one.tokens)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

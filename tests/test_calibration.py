@@ -29,6 +29,7 @@ from eeinfer.config.load import Loaded, load_settings
 from eeinfer.core.request import Guarantee
 from eeinfer.errors import ConfigError
 from eeinfer.exits.files import HeadsFile, save_heads
+from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec
 
 EXITS = (SHALLOW, DEEP)
@@ -202,7 +203,7 @@ def test_any_measure_and_decay(
 ) -> None:
     """What is written is served: the same depths, token by token."""
     draw = torch.Generator().manual_seed(3)
-    specs = tuple(ExitSpec(n, "shared", gate=4) for n in EXITS)
+    specs = tuple(ExitSpec(n, "shared", gate=GateSpec(4)) for n in EXITS)
     tensors = tuple(
         {name: torch.randn(shape, generator=draw) for name, shape in spec.tensor_shapes(32, 272).items()}
         for spec in specs

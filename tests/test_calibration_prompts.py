@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from eeinfer.calibration.prompts import data_fingerprint, encoded, read_prompts,
 from eeinfer.core.request import Request
 from eeinfer.engine.prompt_id import prompt_id
 from eeinfer.errors import ConfigError, EeinferError
+from eeinfer.training.prompts import held_out
 
 Notes = list[str]
 
@@ -97,7 +99,7 @@ def test_certifying_prompts_that_the_heads_were_tuned_on_are_refused(tmp_path: P
 
 
 def test_tuned_prompts_leave_the_path_unless_there_is_nothing_else(tmp_path: Path, notes: Notes) -> None:
-    found = split(requests(40), 0.25, notes.append)
+    found = split(requests(80), 0.25, notes.append)
     ids = [prompt_id(r) for r in found.path]
     some = without_tuned(
         found, tuned_ids(heads(tmp_path, {"prompt_ids": ids[1:]}), notes.append), notes.append, force=False
@@ -106,7 +108,11 @@ def test_tuned_prompts_leave_the_path_unless_there_is_nothing_else(tmp_path: Pat
     every = without_tuned(
         found, tuned_ids(heads(tmp_path, {"prompt_ids": ids}), notes.append), notes.append, force=False
     )
-    assert every.path == found.path
+    judging = [request for request in found.path if held_out(request.id)]
+    assert judging
+    assert every.path == judging, "these only judged the heads"
+    without = replace(found, path=[request for request in found.path if not held_out(request.id)])
+    assert without_tuned(without, ids, notes.append, force=False).path == without.path
 
 
 def test_a_path_needs_no_more_than_so_many_prompts(monkeypatch: pytest.MonkeyPatch, notes: Notes) -> None:

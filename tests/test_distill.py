@@ -32,7 +32,7 @@ from eeinfer.training.traces import Answered, hidden_states
 from eeinfer.training.tune import Tuned, tune
 
 EXITS = (2, 4)
-QUICK = Options(width=24, epochs=3, lr=3e-3, batch_tokens=64, candidates=64, gate_width=8)
+QUICK = Options(width=24, epochs=3, lr=3e-3, batch_tokens=64, candidates=64, gate_width=8, gate_tokens=50)
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,9 @@ def test_from_prompts_to_heads_that_serve_with_gates(
     asked = [entry for entry in read_prompt_file(prompts) if isinstance(entry, Request)]
     assert header["made_with"]["prompt_ids"] == sorted(prompt_id(request) for request in asked)
     assert header["made_with"]["width"] == 24
-    assert [(e["kind"], e["intermediate"], e["gate"]) for e in header["exits"]] == [("mlp", 24, 8)] * 2
+    assert [(e["kind"], e["intermediate"], e["gate"]) for e in header["exits"]] == [
+        ("mlp", 24, {"width": 8, "tokens": 50})
+    ] * 2
     assert [e["results"]["agreement"] for e in header["exits"]] == pytest.approx(
         [e.agreement for e in tuned.dev.exits], abs=1e-6
     )

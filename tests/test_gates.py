@@ -15,6 +15,7 @@ from eeinfer.engine.build import head_on
 from eeinfer.errors import ConfigError
 from eeinfer.exits.check import Exit
 from eeinfer.exits.files import HeadsFile, save_heads
+from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec
 from eeinfer.model.decoder import Decoder
 
@@ -39,7 +40,7 @@ def write_heads(folder: Path, llm: LLM, *specs: ExitSpec) -> Path:
 @pytest.fixture
 def heads(make_llm: MakeLLM, tmp_path: Path) -> Path:
     """A gate after 2 layers and none after 4."""
-    return write_heads(tmp_path / "heads", make_llm(), ExitSpec(2, "shared", gate=5), ExitSpec(4, "shared"))
+    return write_heads(tmp_path / "heads", make_llm(), ExitSpec(2, "shared", gate=GateSpec(5)), ExitSpec(4, "shared"))
 
 
 def requests() -> list[Request]:
@@ -90,7 +91,7 @@ def test_without_heads_there_are_no_gates(make_llm: MakeLLM) -> None:
 
 def test_a_gate_keeps_its_float32_on_a_narrow_model(tiny_decoder: Callable[..., Decoder], make_llm: MakeLLM) -> None:
     decoder = tiny_decoder("gqa", torch.bfloat16)
-    spec = ExitSpec(2, "norm", gate=8)
+    spec = ExitSpec(2, "norm", gate=GateSpec(8))
     own = tensors_of(spec, make_llm())
     narrow, wide = head_on(decoder, spec, own).gate, head_on(tiny_decoder("gqa"), spec, own).gate
     assert narrow is not None

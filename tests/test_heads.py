@@ -25,6 +25,7 @@ from eeinfer.exits.files import (
     load_heads,
     save_heads,
 )
+from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitHead, ExitSpec, build_head
 
 D, V, EPS = 6, 11, 1e-5
@@ -35,7 +36,7 @@ SPECS = (
     ExitSpec(6, "linear"),
     ExitSpec(8, "linear", rank=2),
     ExitSpec(10, "linear", tied=False),
-    ExitSpec(11, "mlp", rank=2, intermediate=5, gate=3),
+    ExitSpec(11, "mlp", rank=2, intermediate=5, gate=GateSpec(3)),
 )
 FORMS = (
     ExitSpec(2, "shared"),
@@ -121,7 +122,7 @@ def test_mlp(rank: int | None) -> None:
 
 @every_form
 def test_gate(spec: ExitSpec) -> None:
-    gated = replace(spec, gate=4)
+    gated = replace(spec, gate=GateSpec(4))
     own = tensors_of(gated)
     expected = []
     for x in rms(HIDDEN):
@@ -134,8 +135,24 @@ def test_gate(spec: ExitSpec) -> None:
     assert head(spec, own).gate is None
 
 
-def test_a_gate_of_narrow_numbers_is_computed_in_float32() -> None:
-    spec = ExitSpec(2, "shared", gate=4)
+def test_gate_with_a_shortlist() -> None:
+    spec = ExitSpec(2, "shared", gate=GateSpec(4, tokens=7))
+    own = {name.removeprefix("gate."): tensor for name, tensor in tensors_of(spec).items()}
+    expected = []
+    for u in rms(HIDDEN @ own["down.weight"].T):
+        p = (own["shortlist.weight"] @ u + own["shortlist.bias"]).softmax(dim=0)
+        inner = (own["0.weight"] @ u + own["0.bias"]).clamp_min(0)
+        odds = own["odds.weight"][0] * torch.log(p.max() / (1 - p.max()))
+        logit = odds + own["tokens.weight"][0] @ p + own["2.weight"][0] @ inner + own["2.bias"][0]
+        expected.append(1 / (1 + torch.exp(-logit)))
+    gate = head(spec, tensors_of(spec)).gate
+    assert gate is not None
+    close(gate(HIDDEN), torch.stack(expected))
+
+
+@pytest.mark.parametrize("sizes", [GateSpec(4), GateSpec(4, tokens=7)])
+def test_a_gate_of_narrow_numbers_is_computed_in_float32(sizes: GateSpec) -> None:
+    spec = ExitSpec(2, "shared", gate=sizes)
     own = {name: tensor.bfloat16() for name, tensor in tensors_of(spec).items()}
     hidden = HIDDEN.bfloat16()
     gate, wide = head(spec, own).gate, head(spec, {name: tensor.double() for name, tensor in own.items()}).gate
@@ -147,9 +164,10 @@ def test_a_gate_of_narrow_numbers_is_computed_in_float32() -> None:
 
 
 @every_form
-def test_a_row_does_not_depend_on_the_others(spec: ExitSpec) -> None:
+@pytest.mark.parametrize("sizes", [GateSpec(4), GateSpec(4, tokens=7)])
+def test_a_row_does_not_depend_on_the_others(spec: ExitSpec, sizes: GateSpec) -> None:
     """Bitwise beside other companions; elsewhere in the batch, or alone, up to how a matrix product orders its sums."""
-    gated = replace(spec, gate=4)
+    gated = replace(spec, gate=sizes)
     built = head(gated, tensors_of(gated))
     assert built.gate is not None
     for run in (built.logits, built.gate):
@@ -260,7 +278,8 @@ def test_what_is_written(folder: Path) -> None:
         "gate": None,
         "results": {"agreement": 0.5},
     }
-    assert (config["exits"][5]["intermediate"], config["exits"][5]["gate"]) == (5, 3)
+    assert config["exits"][5]["intermediate"] == 5
+    assert config["exits"][5]["gate"] == {"width": 3, "tokens": None}
     assert set(load_file(folder / TENSORS_NAME)) == {
         f"exits.{i}.{name}" for i, spec in enumerate(SPECS) for name in spec.tensor_shapes(D, V)
     }
@@ -294,11 +313,12 @@ def test_defaults_of_an_entry(folder: Path) -> None:
     assert load_heads(folder, BASE).specs == (ExitSpec(3, "shared", None, tied=True, temperature=1.0),)
 
 
-def test_older_files_say_that_there_is_no_gate(folder: Path) -> None:
+def test_gates_in_the_words_of_older_files(folder: Path) -> None:
     def older(config: dict[str, Any]) -> None:
         for entry in config["exits"][:5]:
             del entry["intermediate"]
             entry["gate"] = False
+        config["exits"][5]["gate"] = 3  # a width alone
 
     edit_config(folder, older)
     assert load_heads(folder, BASE).specs == SPECS
@@ -327,6 +347,13 @@ def test_older_files_say_that_there_is_no_gate(folder: Path) -> None:
         (lambda c: c["exits"][5].update(gate=0), ["exits[5]", "gate is 0", "positive width"]),
         (lambda c: c["exits"][5].update(gate=3.0), ["exits[5]", "gate is 3.0"]),
         (lambda c: c["exits"][5].update(gate="3"), ["exits[5]", "gate is '3'"]),
+        (lambda c: c["exits"][5].update(gate={}), ["exits[5]", "gate is {}", "positive width"]),
+        (
+            lambda c: c["exits"][5].update(gate={"width": 3, "tokens": 0}),
+            ["exits[5]", "'tokens': 0", "positive tokens"],
+        ),
+        (lambda c: c["exits"][5].update(gate={"width": None}), ["exits[5]", "gate is {'width': None}"]),
+        (lambda c: c["exits"][5].update(gate={"width": 3, "depth": 2}), ["exits[5]", "'depth': 2"]),
         (lambda c: c["exits"][5].update(intermediate=None), ["exits[5]", "intermediate is None", "for kind mlp"]),
         (lambda c: c["exits"][5].pop("intermediate"), ["exits[5]", "intermediate is None", "for kind mlp"]),
         (lambda c: c["exits"][5].update(intermediate=0), ["exits[5]", "intermediate is 0"]),

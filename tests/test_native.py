@@ -39,8 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="session")
-@pytest.mark.usefixtures("built")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(built: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001 - it must be built
     """Where it is."""
     return tmp_path_factory.getbasetemp() / "native"
 

@@ -1,4 +1,4 @@
-"""Ops against independent formulas: loops for attention, complex numbers for RoPE, scipy for logit statistics."""
+"""Ops against independent formulas: loops for attention, complex numbers for RoPE."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from torch import Tensor
 
 from eeinfer.core.plan import Draw, Row
 from eeinfer.ops.attention import paged_attention, store_kv
-from eeinfer.ops.logit_stats import logit_stats
 from eeinfer.ops.norm import at_least_float32, rms_norm
 from eeinfer.ops.rope import Rotary, inverse_frequencies, rotary, rotate, rotations
 from eeinfer.ops.token_batch import TokenBatch, slot_of
 from eeinfer.runner.row_pool import CacheShape, RowPool
 
-inf, nan = math.inf, math.nan
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -351,59 +349,3 @@ def test_later_positions_are_not_seen() -> None:
     q = normal(1, 2, 6, seed=9)
     batch = TokenBatch.decode(torch.tensor([5]), paged.table([0]), 4)
     same(paged_attention(q, paged.cache, batch, 0.4)[0], paged.naive(q[0], 0, 5))
-
-
-# Logit statistics
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_logit_stats_against_scipy(dtype: torch.dtype) -> None:
-    logits = normal(20, 300, dtype=dtype) * 5
-    stats = logit_stats(logits, second=True, mean=True)
-    wide = logits.double().numpy()
-    ordered = np.sort(wide, axis=1)
-    tolerance = 1e-12 if dtype is torch.float64 else 2e-6
-    same(stats.largest.double(), torch.from_numpy(ordered[:, -1].copy()))
-    same(stats.second.double(), torch.from_numpy(ordered[:, -2].copy()))
-    same(stats.log_sum_exp.double(), torch.from_numpy(special.logsumexp(wide, axis=1)), tolerance)
-    same(stats.mean.double(), torch.from_numpy((special.softmax(wide, axis=1) * wide).sum(1)), tolerance)
-    assert stats.argmax.tolist() == wide.argmax(1).tolist()
-    assert stats.argmax.dtype is torch.int64
-    assert stats.largest.dtype is at_least_float32(dtype)
-
-
-def test_logit_stats_of_ties_take_the_first() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
-    stats = logit_stats(logits, second=True, mean=True)
-    assert stats.argmax.tolist() == [1, 0]
-    assert stats.second.tolist() == stats.largest.tolist() == [3.0, 2.0]
-    same(stats.log_sum_exp[1], torch.tensor(2 + math.log(4)), 1e-6)
-    same(stats.mean[1], torch.tensor(2.0), 1e-6)
-
-
-def test_logit_stats_where_tokens_are_impossible() -> None:
-    stats = logit_stats(torch.tensor([[-inf, 1.0, -inf], [-inf, 0.0, 0.0]]), second=True, mean=True)
-    assert stats.largest.tolist() == [1.0, 0.0]
-    assert stats.second.tolist() == [-inf, 0.0]
-    same(stats.log_sum_exp, torch.tensor([1.0, math.log(2)]), 1e-6)
-    same(stats.mean, torch.tensor([1.0, 0.0]), 1e-6)
-
-
-def test_logit_stats_keep_nan_to_its_row() -> None:
-    logits = torch.tensor([[0.0, nan, 1.0], [0.0, 5.0, 1.0]])
-    stats = logit_stats(logits, second=True, mean=True)
-    for name in ("largest", "log_sum_exp", "mean"):
-        assert getattr(stats, name).isnan().tolist() == [True, False], name
-    assert stats.argmax[1] == 1
-
-
-def test_logit_stats_of_large_logits_do_not_overflow() -> None:
-    stats = logit_stats(torch.tensor([[3e4, 3e4 - 1, -3e4]]), second=True, mean=True)
-    same(stats.log_sum_exp - stats.largest, torch.tensor([math.log1p(math.exp(-1))]), 5e-3)
-    assert stats.mean.isfinite().all()
-
-
-def test_logit_stats_compute_on_request() -> None:
-    stats = logit_stats(torch.tensor([[1.0, 2.0]]), second=False, mean=False)
-    assert stats.second.tolist() == [-inf]
-    assert stats.mean.isnan().all()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import Loop, between_iterations, load_decoder, sequence
+from tiny import Loop, bare_exits, between_iterations, load_decoder, sequence
 
 from eeinfer import LLM, Request, RequestOutput, SamplingParams
 from eeinfer.core.plan import Pass, Plan, Prefill
@@ -22,22 +24,17 @@ DOCUMENT = tuple((31 * i + 7) % 256 for i in range(24))
 MakeLLM = Callable[..., LLM]
 
 
-def requests() -> list[Request]:
-    """Eight prompts, most of which begin alike; two are equal, two end at the border of a block of 4."""
-    prompts = [
-        (*DOCUMENT, 1, 2, 3),
-        (*DOCUMENT, 9),
-        DOCUMENT,
-        DOCUMENT[:16],
-        (*DOCUMENT[:13], 80, 81, 82, 83),
-        (*DOCUMENT, 1, 2, 3),
-        (200, 201, 202, 203, 204),
-        DOCUMENT[:6],
-    ]
-    return [
-        Request(str(i), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=10 + i % 3, ignore_eos=True))
-        for i, prompt in enumerate(prompts)
-    ]
+# Most begin alike; two are equal, two end at the border of a block of 4.
+PROMPTS = [
+    (*DOCUMENT, 1, 2, 3),
+    (*DOCUMENT, 9),
+    DOCUMENT,
+    DOCUMENT[:16],
+    (*DOCUMENT[:13], 80, 81, 82, 83),
+    (*DOCUMENT, 1, 2, 3),
+    (200, 201, 202, 203, 204),
+    DOCUMENT[:6],
+]
 
 
 def rows(outputs: list[RequestOutput]) -> dict[str, list[tuple[int, int]]]:
@@ -45,54 +42,52 @@ def rows(outputs: list[RequestOutput]) -> dict[str, list[tuple[int, int]]]:
     return {o.id: [(t.token_id, t.layers_executed) for t in o.tokens] for o in outputs}
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "full": {"strategy": "full"},
-    "split": {"strategy": "split", "exits": EXITS, "threshold": 0.3},
-    "oracle": {"strategy": "split", "exits": EXITS, "threshold": 0.3, "completion": "oracle"},
-}
+@pytest.mark.parametrize("completion", ["full", "propagate", "oracle"])
+def test_answers_do_not_depend_on_order_batch_blocks_chunks_or_cache(
+    completion: str, tiny_decoder: Callable[..., Decoder]
+) -> None:
+    """In float32, `full` and `split`: as each request alone and without a cache."""
+    decoder = tiny_decoder("gqa", torch.float32)
+    exits = [] if completion == "full" else bare_exits(decoder, EXITS, "max-prob", 0.3)
+    seen: Counter[str] = Counter()
 
+    def run(numbers: Many[int], **options: Any) -> dict[int, tuple[list[int], list[int]]]:
+        loop = Loop(decoder, exits, completion="propagate" if completion == "full" else completion, **options)
+        for _ in range(2):  # the second time with a warm cache
+            sequences = {n: sequence(str(n), PROMPTS[n], 10 + n % 3) for n in numbers}
+            loop.run(list(sequences.values()))
+        stats = loop.scheduler.stats
+        seen.update(hits=stats.prefix_cache_hits, preempted=stats.preemptions, evicted=loop.scheduler.blocks.evictions)
+        assert options["prefix_cache"] or not stats.prefix_cache_queries
+        return {n: (s.generated, s.depths) for n, s in sequences.items()}
 
-@pytest.mark.parametrize("strategy", OPTIONS)
-def test_answers_do_not_depend_on_order_batch_blocks_chunks_or_cache(strategy: str, make_llm: MakeLLM) -> None:
-    options = {**OPTIONS[strategy], "dtype": "float32"}
-    lonely = make_llm(**options, prefix_cache=False)
-    expected = {name: row for request in requests() for name, row in rows(lonely.generate([request])).items()}
-    assert strategy == "full" or {depth for row in expected.values() for _, depth in row} == {*EXITS, 6}
-    seen = dict.fromkeys(("prefix_cache_hits", "preemptions", "evictions"), 0)
+    expected = {n: run([n], prefix_cache=False)[n] for n in range(len(PROMPTS))}
+    assert completion == "full" or {depth for _, depths in expected.values() for depth in depths} == {*EXITS, 6}
 
-    @settings(max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(
-        order=st.permutations(requests()),
+        order=st.permutations(range(len(PROMPTS))),
         max_num_seqs=st.integers(1, 8),
         block_size=st.sampled_from([1, 3, 4, 16]),
         tokens_of_cache=st.sampled_from([40, 48, 64, 256]),
-        max_num_batched_tokens=st.sampled_from([1, 5, 16, 64]),
+        budget=st.sampled_from([1, 5, 16, 64]),
         prefix_cache=st.sampled_from([True, True, False]),
     )
     def check(
-        order: list[Request],
-        max_num_seqs: int,
-        block_size: int,
-        tokens_of_cache: int,
-        max_num_batched_tokens: int,
-        prefix_cache: bool,
+        order: list[int], max_num_seqs: int, block_size: int, tokens_of_cache: int, budget: int, prefix_cache: bool
     ) -> None:
-        llm = make_llm(
-            **options,
+        found = run(
+            order,
             max_num_seqs=max_num_seqs,
             block_size=block_size,
             num_blocks=-(-tokens_of_cache // block_size),
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=budget,
             prefix_cache=prefix_cache,
         )
-        assert rows(llm.generate(order)) == expected
-        assert rows(llm.generate(order[:3])) == {r.id: expected[r.id] for r in order[:3]}, "again, with a warm cache"
-        assert prefix_cache or llm.stats.prefix_cache_queries == llm.stats.prefix_cache_hits == 0
-        for name in seen:
-            seen[name] += getattr(llm.stats, name)
+        assert found == expected
 
     check()
-    assert all(seen.values()), seen
+    assert all(seen[name] for name in ("hits", "preempted", "evicted")), seen
 
 
 def test_counters_of_a_run(make_llm: MakeLLM) -> None:
@@ -118,10 +113,9 @@ def test_a_second_turn_finds_the_first_one_and_its_answer(make_llm: MakeLLM) -> 
 
 def test_shared_kv_is_what_a_sequence_would_have_written(tiny_decoder: Callable[..., Decoder]) -> None:
     """In float64, between iterations, for every position of every sequence: copies, chunks and equal prompts."""
-    prompts = {r.id: r.prompt_token_ids or () for r in requests()}
 
     def run(**options: Any) -> tuple[dict[tuple[str, int], torch.Tensor], Loop]:
-        sequences = [sequence(name, prompt, 8) for name, prompt in prompts.items()]
+        sequences = [sequence(str(name), prompt, 8) for name, prompt in enumerate(PROMPTS)]
         loop = Loop(tiny_decoder("gqa"), num_blocks=96, max_num_seqs=3, **options)
         found: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -158,21 +152,27 @@ def test_nan_is_not_shared(where: str, tiny_model: Callable[[str], Any]) -> None
     Loop(decoder, prefix_cache=False).run(later)
     decoder.weights.embedding[poison] = float("nan")
     loop = Loop(decoder, num_blocks=16, max_num_batched_tokens=6)
-    loop.run([sequence("first", DOCUMENT, 12)])
+    loop.run([failing := sequence("first", DOCUMENT, 12)])
+    assert failing.finish_reason is FinishReason.ERROR
     again = [sequence("later", s.tokens[: s.prompt_tokens], 9) for s in later]
     loop.run(again)
-    assert poison not in [t for s in later for t in s.generated]
-    assert [s.generated for s in again] == [s.generated for s in later]
+    assert loop.scheduler.stats.prefix_cache_hits > 0
+    for s, clean in zip(again, later, strict=True):
+        end = clean.generated.index(poison) + 1 if poison in clean.generated else 9
+        assert end > 1
+        assert s.generated == clean.generated[:end]
 
 
 def test_cancelled_between_steps(make_llm: MakeLLM) -> None:
     """At every step once: what it got so far is what it would have got, the others notice nothing, blocks come back."""
-    options = OPTIONS["split"] | {"max_num_batched_tokens": 20, "num_blocks": 40}
-    whole = rows(make_llm(**options).generate(requests()))
+    options = {"exits": EXITS, "threshold": 0.3, "max_num_batched_tokens": 20, "num_blocks": 40}
+    sampling = SamplingParams(max_tokens=10, ignore_eos=True)
+    requests = [Request(str(i), prompt_token_ids=p, sampling=sampling) for i, p in enumerate(PROMPTS)]
+    whole = rows(make_llm(**options).generate(requests))
     llm = make_llm(**options)
-    for steps in range(0, 40, 3):
+    for steps in range(0, 30, 5):
         outputs = []
-        for request in requests():
+        for request in requests:
             llm.engine.add(request)
         for _ in range(steps):
             outputs += llm.engine.step().finished
@@ -188,5 +188,5 @@ def test_cancelled_between_steps(make_llm: MakeLLM) -> None:
         assert rows([cancelled])["1"] == whole["1"][: len(cancelled.tokens)]
         assert got == {name: row for name, row in whole.items() if name != "1"}
         llm.engine.scheduler.check()
-    assert 5 < llm.stats.aborted < 14
+    assert llm.stats.aborted >= 3
     assert llm.stats.failed == 0

@@ -179,8 +179,8 @@ def test_n_answers_have_seeds_of_their_own(make_llm: Callable[..., LLM]) -> None
 
 def test_cancelling_ends_all_sequences_of_a_request(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(max_num_seqs=2)
-    for sequence in sequences_of(asked("several", temperature=1.0, n=3, ignore_eos=True)):
-        llm.engine.add(sequence)
+    for one in sequences_of(asked("several", temperature=1.0, n=3, ignore_eos=True)):
+        llm.engine.add(one)
     llm.engine.step()
     cancelled = llm.engine.cancel("several")
     assert cancelled is not None

@@ -15,7 +15,7 @@ from eeinfer.engine.prompt_id import prompt_id
 from eeinfer.errors import ConfigError, EeinferError, RequestError
 from eeinfer.exits.files import CONFIG_NAME
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
-from eeinfer.training.prompts import read_requests
+from eeinfer.training.prompts import held_out, read_requests
 
 PATH_SHARE = 0.25
 MOST_PATH_PROMPTS = 300  # more fix the path no better
@@ -121,7 +121,8 @@ def without_tuned(found: Split, tuned: Collection[str], note: Note, *, force: bo
     """See that the heads were not tuned on certifying prompts, and keep those they were tuned on out of the path too.
 
     Heads are too sure of what they were tuned on. A path from such prompts would be valid, but start too far, so it is
-    made from them only if there are no others. It takes at most `MOST_PATH_PROMPTS`.
+    made from them only if there are no others, and then from those that only judged the heads if there are some. It
+    takes at most `MOST_PATH_PROMPTS`.
 
     Raises:
         EeinferError: certifying prompts are among the tuning data, and `force` is not given.
@@ -133,7 +134,8 @@ def without_tuned(found: Split, tuned: Collection[str], note: Note, *, force: bo
             raise EeinferError(f"{what}, so nothing would be guaranteed for new ones; give other --prompts, or --force")
         note(f"{what}: on new prompts the loss may be above the tolerance")
     fresh = [request for request in found.path if prompt_id(request) not in tuned]
-    return replace(found, path=(fresh or found.path)[:MOST_PATH_PROMPTS])
+    judging = [request for request in found.path if held_out(request.id)]
+    return replace(found, path=(fresh or judging or found.path)[:MOST_PATH_PROMPTS])
 
 
 def encoded(

@@ -77,6 +77,7 @@ def generate(
         run.report(figures_file)
     if failures := run.failures:
         where = "standard input" if prompts == "-" else source
-        first = failures[min(failures)]
-        log.error("%d of %d prompts failed; the first: %s, %s", len(failures), len(entries), where, first)
+        log.error(
+            "%d of %d prompts failed; the first: %s, %s", len(failures), len(entries), where, failures[min(failures)]
+        )
         raise typer.Exit(1)

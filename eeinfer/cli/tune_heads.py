@@ -45,6 +45,7 @@ OfKind = Annotated[Kind | None, _distill("Form of the heads.", _DEFAULT.kind)]
 Width = Annotated[int | None, _distill("Width of the MLP.", "the model's hidden size", min=1)]
 Rank = Annotated[int | None, _distill("Rank of the linear map.", "a full matrix", min=1)]
 GateWidth = Annotated[int | None, _distill("Width of the gates; 0: no gates.", _DEFAULT.gate_width, min=0)]
+GateTokens = Annotated[int | None, _distill("Tokens on a gate's shortlist.", _DEFAULT.gate_tokens, min=1)]
 Epochs = Annotated[float | None, _distill("Passes over the answers.", _DEFAULT.epochs, min=0)]
 Rate = Annotated[float | None, _distill("Highest learning rate.", _DEFAULT.lr, min=0)]
 BatchTokens = Annotated[int | None, _distill("Tokens of one step.", _DEFAULT.batch_tokens, min=1)]
@@ -83,6 +84,7 @@ def tune_heads(
     width: Width = None,
     rank: Rank = None,
     gate_width: GateWidth = None,
+    gate_tokens: GateTokens = None,
     epochs: Epochs = None,
     lr: Rate = None,
     batch_tokens: BatchTokens = None,
@@ -98,8 +100,8 @@ def tune_heads(
     """
     from eeinfer.engine.prompt_file import PACKAGED_PROMPTS
 
-    names = ("kind", "width", "rank", "gate_width", "epochs", "lr", "batch_tokens", "candidates")
-    values = (kind, width, rank, gate_width, epochs, lr, batch_tokens, candidates)
+    names = ("kind", "width", "rank", "gate_width", "gate_tokens", "epochs", "lr", "batch_tokens", "candidates")
+    values = (kind, width, rank, gate_width, gate_tokens, epochs, lr, batch_tokens, candidates)
     recipe = _given(zip(names, values, strict=True)) | _given([("full_vocabulary_share", full_vocabulary_share)])
     further = _given([("work", work), ("judge", judge), ("resume", resume)])
     common: dict[str, Any] = {

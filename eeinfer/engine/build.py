@@ -31,7 +31,7 @@ from eeinfer.model.families import ModelConfig, model_config
 from eeinfer.model.fingerprint import fingerprint
 from eeinfer.model.folder import CONFIG_FILE, read_json
 from eeinfer.model.loader import load_weights
-from eeinfer.model.native import native
+from eeinfer.model.native import NATIVE_FOLDER, native
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
 from eeinfer.model.weights import Weights
 from eeinfer.ops.native.library import Unavailable
@@ -156,7 +156,7 @@ def new_decoder(
     if settings.kernels == "torch":
         return Decoder(config, weights)
     try:
-        return Decoder(config, weights, native(config, weights, store.home() / "native", keep_plain=keep_plain))
+        return Decoder(config, weights, native(config, weights, store.home() / NATIVE_FOLDER, keep_plain=keep_plain))
     except Unavailable as why:
         if settings.kernels == "native":
             raise ConfigError(f"model.kernels = 'native': {why}; use auto or torch") from None
@@ -293,6 +293,7 @@ def head_on(decoder: Decoder, spec: ExitSpec, tensors: Mapping[str, Tensor]) -> 
         final_norm=decoder.final_norm,
         vocabulary=decoder.vocabulary,
         eps=decoder.config.norm_eps,
+        product=decoder.product,
     )
 
 

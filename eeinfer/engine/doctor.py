@@ -17,6 +17,8 @@ from eeinfer.engine.machine import compilers, cores, cpu_features, cpu_name, ver
 from eeinfer.engine.self_test import self_test
 from eeinfer.errors import EeinferError
 from eeinfer.model import store
+from eeinfer.model.native import NATIVE_FOLDER
+from eeinfer.ops.native.library import Unavailable, load
 from eeinfer.runner.memory import free_memory
 
 _LITTLE = 2**30  # bytes of memory or disk below which little can be done
@@ -64,7 +66,7 @@ def findings(resolve: Callable[[], Loaded]) -> Iterator[Finding]:
     yield from _backends(device)
     here = compilers()
     text = "; ".join(f"{name}: {line}" for name, line in here.items())
-    yield Finding("compilers", text or "none found; none is needed", facts=dict(here))
+    yield Finding("compilers", text or "none found; native kernels need a C++ compiler", facts=dict(here))
     yield _store()
     yield _self_test(device_name)
 
@@ -101,10 +103,21 @@ def _backends(device: torch.device) -> Iterator[Finding]:
         "attention": "scaled_dot_product_attention on gathered KV blocks",
         "linear": "torch.nn.functional.linear",
     }
+    backend, why = ("torch", "the only backend of this version on CUDA") if device.type == "cuda" else _cpu_backend()
+    below = "CUDA libraries" if device.type == "cuda" else _cpu_libraries()
     for name, kernel in kernels.items():
-        below = "CUDA libraries" if device.type == "cuda" else _cpu_libraries()
-        why = "the only backend of this version"
-        yield Finding(f"{name} backend", f"torch ({kernel}; {below}): {why}", facts={"backend": "torch", "why": why})
+        reference = f"torch ({kernel}; {below})"
+        text = reference if backend == "torch" else f"native kernels, and {reference} for what they do not know"
+        yield Finding(f"{name} backend", f"{text}: {why}", facts={"backend": backend, "why": why})
+
+
+def _cpu_backend() -> tuple[str, str]:
+    """What `--kernels auto` takes for models in bfloat16 on this CPU, and why."""
+    try:
+        load(store.home() / NATIVE_FOLDER)
+    except Unavailable as why:
+        return "torch", str(why)
+    return "native", "this CPU has AVX-512 BF16, and a compiler built them"
 
 
 def _cpu_libraries() -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eeinfer.core.unique_keys import RepeatedKeyError, unique_keys
 from eeinfer.errors import HeadsError
+from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec, HeadKind
 
 CONFIG_NAME = "exit_config.json"
@@ -182,25 +183,38 @@ def _read_spec(path: Path, index: int, entry: Any, base: Base) -> ExitSpec:
     if not isinstance(entry.get("tied", True), bool):
         raise HeadsError(f"{where}: tied is {entry['tied']!r}; it must be true or false")
     sizes = _read_sizes(where, entry)
-    return ExitSpec(depth, entry["kind"], tied=entry.get("tied", True), temperature=float(temperature), **sizes)
+    tied, gate = entry.get("tied", True), _read_gate(where, entry)
+    return ExitSpec(depth, entry["kind"], tied=tied, temperature=float(temperature), gate=gate, **sizes)
 
 
 def _read_sizes(where: str, entry: dict[str, Any]) -> dict[str, int | None]:
-    """The sizes that an entry may hold or leave out: rank, intermediate and gate."""
+    """The sizes that an entry may hold or leave out: rank and intermediate."""
     allowed = {
         "rank": "a positive integer, or null for a full matrix",
         "intermediate": "the positive width of the MLP for kind mlp, and null for other kinds",
-        "gate": "the positive width of the gate's hidden layer, or null for no gate",
     }
     sizes = {key: entry.get(key) for key in allowed}
-    if sizes["gate"] is False:  # no gate, in the words of older files
-        sizes["gate"] = None
     is_mlp = entry["kind"] == "mlp"
     for key, value in sizes.items():
         fits = key != "intermediate" or is_mlp == (value is not None)
         if not fits or (value is not None and not _is_count(value)):
             raise HeadsError(f"{where}: {key} is {value!r}; it must be {allowed[key]}")
     return sizes
+
+
+def _read_gate(where: str, entry: dict[str, Any]) -> GateSpec | None:
+    """Sizes of the gate. Older files have its width alone, and False where there is none."""
+    gate = entry.get("gate")
+    if gate is None or gate is False:
+        return None
+    sizes = gate if isinstance(gate, dict) else {"width": gate}
+    fits = "width" in sizes and set(sizes) <= {"width", "tokens"}
+    if not fits or not all(_is_count(n) or (key == "tokens" and n is None) for key, n in sizes.items()):
+        raise HeadsError(
+            f"{where}: gate is {gate!r}; it must be null for no gate, or an object with a positive width and, for a "
+            f"gate with a shortlist, positive tokens"
+        )
+    return GateSpec(**sizes)
 
 
 def is_positive(value: Any) -> bool:

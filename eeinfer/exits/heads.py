@@ -8,11 +8,8 @@ With h the hidden state, rms(.) the parameter-free RMS norm and W the vocabulary
     mlp      rms(A rms(h) + D (silu(G z) * (U z))) * norm, z = rms(h) * mlp_norm, A as in linear: beside the linear map
              a gated MLP as in a layer of the model (Shazeer, arXiv 2002.05202)
 
-W is the model's own vocabulary matrix unless the exit brings one (untied). An exit of any kind may have a gate: the
-probability that its token is the full model's, without a look at the vocabulary (a classifier as in CALM, arXiv
-2207.07061, with a hidden layer):
-
-    gate     sigmoid(G2 relu(G0 rms(h) + b0) + b2)
+W is the model's own vocabulary matrix unless the exit brings one (untied). An exit of any kind may have a gate, whose
+forms are in `eeinfer.exits.gates`.
 """
 
 from __future__ import annotations
@@ -24,10 +21,12 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from eeinfer.ops.norm import at_least_float32, rms_norm
+from eeinfer.exits.gates import GateSpec, gate_logit
+from eeinfer.ops.norm import rms_norm
 
 HeadKind = Literal["shared", "norm", "linear", "mlp"]
 Map = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor], Map]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ExitSpec:
         tied: uses the model's vocabulary matrix.
         temperature: logits are divided by it.
         intermediate: width of the MLP; `None` for other kinds.
-        gate: width of the gate's hidden layer; `None` for no gate.
+        gate: sizes of the gate; `None` for no gate.
     """
 
     layers_executed: int
@@ -50,7 +49,7 @@ class ExitSpec:
     tied: bool = True
     temperature: float = 1.0
     intermediate: int | None = None
-    gate: int | None = None
+    gate: GateSpec | None = None
 
     def tensor_shapes(self, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Names (below `exits.{i}.`) and shapes of the tensors this head consists of."""
@@ -65,8 +64,8 @@ class ExitSpec:
             assert f is not None, "an mlp has a width"
             shapes |= {"mlp_norm.weight": (d,), "mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d)}
             shapes["mlp.down_proj.weight"] = (d, f)
-        if (w := self.gate) is not None:
-            shapes |= {"gate.0.weight": (w, d), "gate.0.bias": (w,), "gate.2.weight": (1, w), "gate.2.bias": (1,)}
+        if self.gate is not None:
+            shapes |= self.gate.tensor_shapes(d)
         if not self.tied:
             shapes["lm_head.weight"] = (vocab_size, d)
         return shapes
@@ -102,8 +101,19 @@ class ExitHead:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
+def plain_product(weight: Tensor) -> Map:
+    """The product with a matrix [m, d], [n, d] to [n, m]."""
+    return lambda x: F.linear(x, weight)
+
+
 def build_head(
-    spec: ExitSpec, tensors: Mapping[str, Tensor], *, final_norm: Map, vocabulary: Map, eps: float
+    spec: ExitSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    final_norm: Map,
+    vocabulary: Map,
+    eps: float,
+    product: Product = plain_product,
 ) -> ExitHead:
     """The head of `spec`.
 
@@ -114,57 +124,46 @@ def build_head(
         final_norm: the model's own final norm.
         vocabulary: the model's own vocabulary product.
         eps: of the model's norms.
+        product: makes the product with a matrix of the head, as the model computes its own.
     """
     own = tensors.get("lm_head.weight")
     return ExitHead(
         spec.layers_executed,
-        features(spec, tensors, final_norm, eps),
-        vocabulary if own is None else lambda x: F.linear(x, own),
+        features(spec, tensors, final_norm, eps, product),
+        vocabulary if own is None else product(own),
         spec.temperature,
-        None if spec.gate is None else _gate(tensors, eps),
+        None if spec.gate is None else _gate(spec.gate, tensors, eps),
     )
 
 
-def features(spec: ExitSpec, tensors: Mapping[str, Tensor], final_norm: Map, eps: float) -> Map:
+def features(
+    spec: ExitSpec, tensors: Mapping[str, Tensor], final_norm: Map, eps: float, product: Product = plain_product
+) -> Map:
     """The map f of a head, [n, d] to [n, d]; see `build_head`. Training runs the very same one."""
     if spec.kind == "shared":
         return final_norm
     norm = tensors["norm.weight"]
     if spec.kind == "norm":
         return lambda h: rms_norm(h, norm, eps)
-    linear = _linear(spec, tensors)
+    linear = _linear(spec, tensors, product)
     if spec.kind == "linear":
         return lambda h: rms_norm(linear(rms_norm(h, None, eps)), norm, eps)
-    mlp_norm, mlp = tensors["mlp_norm.weight"], _mlp(tensors)
+    mlp_norm, mlp = tensors["mlp_norm.weight"], _mlp(tensors, product)
     return lambda h: rms_norm(linear(rms_norm(h, None, eps)) + mlp(rms_norm(h, mlp_norm, eps)), norm, eps)
 
 
-def _linear(spec: ExitSpec, tensors: Mapping[str, Tensor]) -> Map:
+def _linear(spec: ExitSpec, tensors: Mapping[str, Tensor], product: Product) -> Map:
     if spec.rank is None:
-        full = tensors["linear.weight"]
-        return lambda x: F.linear(x, full)
-    down, up = tensors["linear.down.weight"], tensors["linear.up.weight"]
-    return lambda x: F.linear(F.linear(x, down), up)
+        return product(tensors["linear.weight"])
+    down, up = product(tensors["linear.down.weight"]), product(tensors["linear.up.weight"])
+    return lambda x: up(down(x))
 
 
-def _mlp(tensors: Mapping[str, Tensor]) -> Map:
-    gate, up, down = (tensors[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return lambda z: F.linear(F.silu(F.linear(z, gate)) * F.linear(z, up), down)
+def _mlp(tensors: Mapping[str, Tensor], product: Product) -> Map:
+    gate, up, down = (product(tensors[f"mlp.{name}_proj.weight"]) for name in ("gate", "up", "down"))
+    return lambda z: down(F.silu(gate(z)) * up(z))
 
 
-def _gate(tensors: Mapping[str, Tensor], eps: float) -> Map:
-    logit = gate_logit(tensors, eps)
+def _gate(spec: GateSpec, tensors: Mapping[str, Tensor], eps: float) -> Map:
+    logit = gate_logit(spec, {name: tensor for name, tensor in tensors.items() if name.startswith("gate.")}, eps)
     return lambda h: logit(h).sigmoid()
-
-
-def gate_logit(tensors: Mapping[str, Tensor], eps: float) -> Map:
-    """A gate before its sigmoid, [n, d] to [n]; what training compares with the truth."""
-    # Thresholds lie near 1, where bfloat16 tells few probabilities apart; the gate is small, so float32 costs little.
-    names = ("gate.0.weight", "gate.0.bias", "gate.2.weight", "gate.2.bias")
-    weight, bias, last, last_bias = (tensors[name].to(at_least_float32(tensors[name].dtype)) for name in names)
-
-    def logit(h: Tensor) -> Tensor:
-        x = rms_norm(h.to(weight.dtype), None, eps)
-        return F.linear(F.relu(F.linear(x, weight, bias)), last, last_bias).squeeze(-1)
-
-    return logit

@@ -200,6 +200,12 @@ class Decoder:
         product = F.linear(normed, self.weights.lm_head) if self.native is None else self.native.vocabulary(normed)
         return self.capped(product)
 
+    def product(self, weight: Tensor) -> Map:
+        """The product with another matrix [m, d], [n, d] to [n, m], as the model's own are computed."""
+        if self.native is not None and weight.shape[1] % 2 == 0:
+            return self.native.product(weight)
+        return lambda x: F.linear(x, weight)
+
     def capped(self, logits: Tensor) -> Tensor:
         """Logits within the bound of the family, if it has one; any shape."""
         cap = self.config.logit_softcap

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.weights import Weights, layer_views
 from eeinfer.ops.native.kernels import HEAD_SIZES, LayerSizes, NativeLayers, NativeStats, PackedLinear
 from eeinfer.ops.native.library import Unavailable, load
 
+NATIVE_FOLDER = "native"  # in the model store: where the built library is kept
 _PACKED = ("qkv", "output", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The native side of a decoder: its layers, the product with the vocabulary matrix, and statistics of logits."""
+    """The native side of a decoder: its layers, products with matrices, and statistics of logits."""
 
     layers: NativeLayers
     vocabulary: PackedLinear
     stats: NativeStats
+    product: Callable[[Tensor], PackedLinear]
 
 
 def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: bool) -> Native:
@@ -29,10 +34,9 @@ def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: b
 
     Args:
         config: of the model.
-        weights: of the model. The matrices of the layers are replaced by tensors without data, so that they are in
-            memory once.
+        weights: of the model. What is packed is replaced by tensors without data, so that it is in memory once.
         folder: where the built library is kept.
-        keep_plain: leave the matrices of the layers as they are, for callers that copy from them.
+        keep_plain: leave all matrices as they are, for callers that copy from them.
 
     Raises:
         Unavailable: this model or this machine cannot use them, and why.
@@ -52,9 +56,15 @@ def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: b
         {name: getattr(layer, name) for name in NativeLayers.TENSORS}
         for layer in layer_views(weights, config.num_layers)
     ]
-    made = Native(NativeLayers(library, sizes, layers), PackedLinear(library, weights.lm_head), NativeStats(library))
+    made = Native(
+        NativeLayers(library, sizes, layers),
+        PackedLinear(library, weights.lm_head),
+        NativeStats(library),
+        partial(PackedLinear, library),
+    )
     if not keep_plain:
-        for name in _PACKED:
+        untied = () if weights.lm_head is weights.embedding else ("lm_head",)
+        for name in (*_PACKED, *untied):
             setattr(weights, name, torch.empty_like(getattr(weights, name), device="meta"))
     return made
 

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from eeinfer.errors import EeinferError
 from eeinfer.exits.files import HeadsFile
+from eeinfer.exits.gates import GateSpec, gate_logit
 from eeinfer.exits.heads import ExitSpec
 from eeinfer.model.decoder import Decoder
 from eeinfer.ops.token_batch import TokenBatch
 from eeinfer.training.judge import Predictions, predict
 from eeinfer.training.least_squares import solve
-from eeinfer.training.modules import TrainableGate, TrainableHead, initial_tensors
+from eeinfer.training.modules import TrainableHead, initial_tensors
 from eeinfer.training.selective import Costs, joint
 from eeinfer.training.states import pieces
 
@@ -48,7 +49,7 @@ def propose(
     states: dict[str, Tensor],
     specs: Sequence[ExitSpec],
     *,
-    gate_width: int,
+    gate: GateSpec | None,
     rows: int,
     note: Callable[[str], None],
 ) -> tuple[int, ...]:
@@ -58,7 +59,7 @@ def propose(
         decoder: the model.
         states: `train` and `dev`, [k + 1, n, d], at each candidate and at the end.
         specs: of the heads that would be trained there.
-        gate_width: of the gates; 0: every check is a vocabulary product.
+        gate: sizes of the gates; None: every check is a vocabulary product.
         rows: sequences of a step, for the timing.
         note: called with one-line notices.
 
@@ -72,12 +73,12 @@ def propose(
         tuple(linear),
         tuple(initial_tensors(decoder, spec, a) for spec, a in zip(linear, maps, strict=True)),
     )
-    costs = measured_costs(decoder, specs, maps, gate_width=gate_width, rows=rows)
+    costs = measured_costs(decoder, specs, maps, gate=gate, rows=rows)
     note(
         f"a layer at {rows} rows takes as long as {1 / costs.vocabulary:.2f} vocabulary products, "
         f"{1 / max(costs.completion, 1e-9):.1f} completions of a layer or {1 / max(*costs.heads, 1e-9):.1f} heads"
     )
-    chosen = select(predict(decoder, heads, states["dev"]), costs, "gate" if gate_width else "max-prob")
+    chosen = select(predict(decoder, heads, states["dev"]), costs, "gate" if gate else "max-prob")
     note(f"--exits auto: {','.join(map(str, chosen))}")
     return chosen
 
@@ -124,14 +125,16 @@ def select(found: Predictions, costs: Costs, measure: str) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def measured_costs(decoder: Decoder, specs: Sequence[ExitSpec], maps: Tensor, *, gate_width: int, rows: int) -> Costs:
+def measured_costs(
+    decoder: Decoder, specs: Sequence[ExitSpec], maps: Tensor, *, gate: GateSpec | None, rows: int
+) -> Costs:
     """What the parts of a decode step take on this machine, as shares of a layer's time.
 
     Args:
         decoder: the model.
         specs: of the heads.
         maps: [k, d, d], of their linear maps.
-        gate_width: of the gates; 0: there are none.
+        gate: sizes of the gates; None: there are none.
         rows: sequences of the step.
     """
     config, device = decoder.config, decoder.device
@@ -150,17 +153,18 @@ def measured_costs(decoder: Decoder, specs: Sequence[ExitSpec], maps: Tensor, *,
         TrainableHead(spec, initial_tensors(decoder, spec, a), config.norm_eps).to(device, decoder.dtype)
         for spec, a in zip(specs, maps, strict=True)
     ]
-    gate = 0.0
-    if gate_width:
-        module = TrainableGate(config.hidden_size, gate_width, torch.float32, config.norm_eps, seed=0).to(device)
-        gate = _seconds(lambda: module(hidden.float()), device)
+    look = 0.0
+    if gate:
+        zeros = {n: torch.zeros(shape, device=device) for n, shape in gate.tensor_shapes(config.hidden_size).items()}
+        logit = gate_logit(gate, zeros, config.norm_eps)
+        look = _seconds(lambda: logit(hidden), device)
     return Costs(
         num_layers=config.num_layers,
         vocabulary=_seconds(lambda: decoder.vocabulary(hidden), device) / layer,
         completion=completion / layer,
         exits=tuple(spec.layers_executed for spec in specs),
         heads=tuple(_seconds(lambda head=head: head(hidden), device) / layer for head in heads),  # type: ignore[misc]
-        gates=tuple(gate / layer for _ in specs),
+        gates=tuple(look / layer for _ in specs),
     )
 
 

@@ -29,10 +29,12 @@ class Predictions:
     """What k exits say of n tokens.
 
     Attributes:
-        agree: [k, n] bool, whether the head's token is the model's.
+        tokens: [k, n] int64, the head's.
+        agree: [k, n] bool, whether that is the model's.
         confidence: [k, n] by measure: `max-prob`, and `gate` where all exits have one.
     """
 
+    tokens: Tensor
     agree: Tensor
     confidence: dict[str, Tensor]
 
@@ -78,11 +80,12 @@ def predict(decoder: Decoder, heads: HeadsFile, states: Tensor) -> Predictions:
     """
     ready = [head_on(decoder, spec, own) for spec, own in zip(heads.specs, heads.tensors, strict=True)]
     with_gates = all(head.gate is not None for head in ready)
-    agree, sure, gated = [], [], []
+    tokens, agree, sure, gated = [], [], [], []
     for piece in pieces(states, _ROWS):
         *exits, final = piece.to(decoder.device)
         target = decoder.logits(final).argmax(dim=-1)
         said = [_max_prob(head, state) for head, state in zip(ready, exits, strict=True)]
+        tokens.append(torch.stack([token for token, _ in said]).cpu())
         agree.append(torch.stack([token == target for token, _ in said]).cpu())
         sure.append(torch.stack([probability for _, probability in said]).cpu())
         if with_gates:
@@ -90,7 +93,7 @@ def predict(decoder: Decoder, heads: HeadsFile, states: Tensor) -> Predictions:
     confidence = {"max-prob": torch.cat(sure, dim=1)}
     if with_gates:
         confidence["gate"] = torch.cat(gated, dim=1)
-    return Predictions(torch.cat(agree, dim=1), confidence)
+    return Predictions(torch.cat(tokens, dim=1), torch.cat(agree, dim=1), confidence)
 
 
 def _max_prob(head: ExitHead, hidden: Tensor) -> tuple[Tensor, Tensor]:

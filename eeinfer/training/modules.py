@@ -10,12 +10,15 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from eeinfer.exits.heads import ExitSpec, features, gate_logit
+from eeinfer.exits.gates import GateSpec, gate_logit
+from eeinfer.exits.heads import ExitSpec, features
 from eeinfer.model.decoder import Decoder
 from eeinfer.ops.norm import at_least_float32
 
 DAMPING = 0.1  # of the copied MLP, so that training starts close to the least-squares map
+DROPOUT = 0.2  # of a gate's hidden layer
 
 
 class TrainableHead(nn.Module):
@@ -47,30 +50,29 @@ class TrainableHead(nn.Module):
 
 
 class TrainableGate(nn.Module):
-    """A gate before its sigmoid, [n, d] to [n]. There is nothing to copy for it, so it starts at small random values.
+    """A gate before its sigmoid, [n, d] to [n]; in training a share of its hidden layer is dropped.
 
     Args:
-        hidden_size: d.
-        width: of its hidden layer.
-        dtype: float32 or wider.
+        spec: its sizes.
+        tensors: initial values by the names of the file, float32 or wider.
         eps: of the model's norms.
-        seed: of the initial values.
+        seed: of what is dropped.
     """
 
-    def __init__(self, hidden_size: int, width: int, dtype: torch.dtype, eps: float, seed: int) -> None:
+    def __init__(self, spec: GateSpec, tensors: Mapping[str, Tensor], eps: float, seed: int) -> None:
         super().__init__()
-        self.eps = eps
-        draw = torch.Generator().manual_seed(seed)
-        first = torch.randn(width, hidden_size, generator=draw, dtype=dtype) * (2 / hidden_size) ** 0.5
-        last = torch.randn(1, width, generator=draw, dtype=dtype) * 0.1 / width**0.5
-        zeros = torch.zeros(width, dtype=dtype), torch.zeros(1, dtype=dtype)
-        names = ("gate/0/weight", "gate/0/bias", "gate/2/weight", "gate/2/bias")
-        self.weights = nn.ParameterDict(dict(zip(names, (first, zeros[0], last, zeros[1]), strict=True)))
+        self.spec, self.eps = spec, eps
+        self.draw = torch.Generator().manual_seed(seed)
+        self.weights = nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in tensors.items()})
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, d] to logits [n]."""
-        logits: Tensor = gate_logit({n.replace("/", "."): t for n, t in self.weights.items()}, self.eps)(hidden)
-        return logits
+        tensors = {name.replace("/", "."): tensor for name, tensor in self.weights.items()}
+        return gate_logit(self.spec, tensors, self.eps, self._dropped)(hidden)
+
+    def _dropped(self, inner: Tensor) -> Tensor:
+        kept = torch.rand(inner.shape, generator=self.draw) >= DROPOUT
+        return F.relu(inner) * kept / (1 - DROPOUT)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of the parameters by the names of the file, on the CPU."""

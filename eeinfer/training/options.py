@@ -18,7 +18,8 @@ class Options:
         kind: of the heads.
         width: of the MLP; None: the model's hidden size, or its own MLP's width where that is smaller.
         rank: of the linear map; None: a full matrix.
-        gate_width: of the gates' hidden layer; 0: no gates.
+        gate_width: of the gates; 0: no gates.
+        gate_tokens: on the shortlist of each gate.
         epochs: passes over the training tokens.
         lr: the highest learning rate.
         batch_tokens: tokens of one step, over all processes.
@@ -29,7 +30,8 @@ class Options:
     kind: Kind = "mlp"
     width: int | None = None
     rank: int | None = None
-    gate_width: int = 64
+    gate_width: int = 192
+    gate_tokens: int = 512
     epochs: float = 3.0
     lr: float = 1e-3
     batch_tokens: int = 1024

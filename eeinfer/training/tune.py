@@ -17,13 +17,14 @@ from eeinfer.config.load import Loaded
 from eeinfer.engine.build import load_model, locate
 from eeinfer.errors import ConfigError, EeinferError
 from eeinfer.exits.files import HeadsFile, save_heads
+from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.store import home
 from eeinfer.training.answers import digest
 from eeinfer.training.auto import candidates, propose
 from eeinfer.training.distill import distill, spread
-from eeinfer.training.gates import train_gate
+from eeinfer.training.gates import with_gates
 from eeinfer.training.job import Job, locked, new_accelerator
 from eeinfer.training.judge import Judged, costs_of, figures, fit_temperature, predict
 from eeinfer.training.least_squares import check_exits, check_norm, solve
@@ -129,7 +130,12 @@ def _tune(job: Job, asked: _Asked) -> Tuned | None:
     heads = _train(job, asked, decoder, specs, states, job.states_folder(splits, exits).name)
     if not job.accelerator.is_main_process:
         return None
-    heads = _with_gates(job, decoder, heads, states, asked.options.gate_width)
+    heads = _warmed(decoder, heads, states["dev"])
+    if gate := _gate(asked.options, decoder):
+        job.note(
+            f"training {len(heads.specs)} gates, with {states['gate'].shape[1]} tokens that the heads have not seen"
+        )
+        heads = with_gates(decoder, heads, states, gate, job.settings.sampling.seed)
     costs = costs_of(decoder, heads)
     dev = figures(predict(decoder, heads, states["dev"]), costs)
     other = None
@@ -150,7 +156,7 @@ def _proposed(job: Job, options: Options, decoder: Decoder, splits: dict[str, li
     found: list[tuple[int, ...]] = [()]
     if job.accelerator.is_main_process:
         specs, rows = _specs(options, depths, decoder), job.settings.batching.max_num_seqs
-        found = [propose(decoder, states, specs, gate_width=options.gate_width, rows=rows, note=job.note)]
+        found = [propose(decoder, states, specs, gate=_gate(options, decoder), rows=rows, note=job.note)]
     return tuple(broadcast_object_list(found)[0])
 
 
@@ -171,8 +177,9 @@ def _train(
     job.note(f"training {len(specs)} heads on {tokens} tokens, from their least-squares fit")
     start = [initial_tensors(decoder, spec, a) for spec, a in zip(specs, maps, strict=True)]
     modules = [TrainableHead(spec, own, eps) for spec, own in zip(specs, start, strict=True)]
-    # Gates come later, and are not part of what a checkpoint holds.
-    folder = job.work / f"run-{digest([data, asdict(replace(options, gate_width=0)), seed])}"
+    recipe = asdict(replace(options, gate_width=0))
+    del recipe["gate_tokens"]  # gates come later, and are not part of what a checkpoint holds
+    folder = job.work / f"run-{digest([data, recipe, seed])}"
     if job.accelerator.is_main_process and not asked.resume:
         shutil.rmtree(folder, ignore_errors=True)
     job.accelerator.wait_for_everyone()
@@ -181,22 +188,19 @@ def _train(
     return HeadsFile(tuple(specs), tuple({name: tensor.to(stored) for name, tensor in own.items()} for own in best))
 
 
-def _with_gates(job: Job, decoder: Decoder, heads: HeadsFile, states: dict[str, Tensor], gate_width: int) -> HeadsFile:
-    """The heads with their temperatures and gates."""
-    few = spread(states["dev"], _TEMPERATURE_TOKENS)
-    pairs = list(zip(heads.specs, heads.tensors, strict=True))
+def _warmed(decoder: Decoder, heads: HeadsFile, dev: Tensor) -> HeadsFile:
+    """The heads with their temperatures."""
+    few = spread(dev, _TEMPERATURE_TOKENS)
+    pairs = zip(heads.specs, heads.tensors, strict=True)
     warm = [fit_temperature(decoder, *pair, few[[i, -1]]) for i, pair in enumerate(pairs)]
-    specs = [replace(spec, temperature=t) for spec, t in zip(heads.specs, warm, strict=True)]
-    if not gate_width:
-        return replace(heads, specs=tuple(specs))
-    job.note(f"training {len(specs)} gates on {states['gate'].shape[1]} other tokens")
-    agree = predict(decoder, heads, states["gate"]).agree
-    eps, seed = decoder.config.norm_eps, job.settings.sampling.seed
-    gates = [train_gate(states["gate"][i], agree[i], gate_width, eps, seed + i) for i in range(len(specs))]
-    return HeadsFile(
-        tuple(replace(spec, gate=gate_width) for spec in specs),
-        tuple(own | gate for own, gate in zip(heads.tensors, gates, strict=True)),
-    )
+    return replace(heads, specs=tuple(replace(spec, temperature=t) for spec, t in zip(heads.specs, warm, strict=True)))
+
+
+def _gate(options: Options, decoder: Decoder) -> GateSpec | None:
+    """Sizes of the gates, no larger than the model's."""
+    tokens = min(options.gate_tokens, decoder.config.vocab_size)
+    width = min(options.gate_width, decoder.config.hidden_size, tokens)
+    return GateSpec(width, tokens) if width else None
 
 
 def _write(job: Job, output: Path, heads: HeadsFile, tuned: Tuned, header: dict[str, Any]) -> None:
