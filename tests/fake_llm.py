@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -102,7 +102,12 @@ class FakeLLM:
         pieces = [word if i == 0 else f" {word}" for i, word in enumerate(text.split(" "))]
         tokens = tuple(TokenRecord(i, piece, (30, 18)[i % 2], (None, 0.9)[i % 2]) for i, piece in enumerate(pieces))
         self.stats.generated_tokens += len(tokens)
-        return RequestOutput(request.id, text, FinishReason.STOP, len(pieces), tokens)
+        output = RequestOutput(request.id, text, FinishReason.STOP, len(pieces), tokens)
+        if request.sampling.n == 1:
+            return output
+        ends = [FinishReason.STOP, *[FinishReason.LENGTH] * (request.sampling.n - 1)]
+        outputs = tuple(replace(output, index=i, finish_reason=end) for i, end in enumerate(ends))
+        return replace(output, outputs=outputs)
 
 
 def _located(real: Callable[..., Any], settings: ModelSettings, note: Callable[[str], None]) -> Any:

@@ -158,6 +158,7 @@ def test_answers_under_the_certified_policy_say_so(serve: Callable[..., tuple[LL
         ({"batching.strategy": "all-exit"}, "strategy: all-exit, certified for split"),
         ({"sampling.max_tokens": 7}, "max_tokens is 7, certified for 6"),
         ({"sampling.temperature": 0.5}, "temperature is 0.5, and only greedy decoding is certified"),
+        ({"sampling.presence_penalty": 1.0}, "presence_penalty is 1, and only greedy decoding is certified"),
     ],
 )
 def test_what_differs_is_told_once_and_with_each_answer(
@@ -184,6 +185,15 @@ def test_batch_and_cache_are_no_part_of_the_policy(serve: Callable[..., tuple[LL
         (SamplingParams(temperature=1.0), "temperature is 1, and only greedy decoding is certified"),
         (SamplingParams(ignore_eos=True), "end-of-sequence tokens are ignored"),
         (SamplingParams(stop=("zzz",)), "stop strings cut the answer"),
+        (SamplingParams(stop_token_ids=(7,)), "stop tokens cut the answer"),
+        (SamplingParams(min_tokens=2), "min_tokens is 2, which keeps the answer from ending"),
+        (SamplingParams(logit_bias={3: 1.0}), "logit_bias changes the logits, and only greedy decoding is certified"),
+        (
+            SamplingParams(repetition_penalty=1.5),
+            "repetition_penalty is 1.5, and only greedy decoding is certified",
+        ),
+        (SamplingParams(frequency_penalty=-1), "frequency_penalty is -1, and only greedy decoding is certified"),
+        (SamplingParams(top_p=0.5, top_k=3, min_p=0.1, logprobs=2), None),
     ],
 )
 def test_a_request_may_step_outside_the_policy(

@@ -112,6 +112,12 @@ def test_each_option_sets_its_key(run: Run) -> None:
         "cache.block_size": "8",
         "sampling.max_tokens": "9",
         "sampling.temperature": "0.5",
+        "sampling.top_p": "0.75",
+        "sampling.top_k": "12",
+        "sampling.min_p": "0.25",
+        "sampling.repetition_penalty": "1.5",
+        "sampling.presence_penalty": "0.5",
+        "sampling.frequency_penalty": "1.25",
         "sampling.seed": "11",
     }
     switches = {"cache.prefix_cache": "--no-prefix-cache"}

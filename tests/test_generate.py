@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -244,6 +244,16 @@ def test_styles_run_from_vivid_to_plain() -> None:
     assert len(set(styles)) == 5
     assert DepthPainter((18,), 30, coloured=True).style(18) == SCALE[0]
     assert DepthPainter((18,), 30, coloured=False).style(18) == ""
+
+
+def test_several_answers_follow_each_other() -> None:
+    first, other = (
+        RequestOutput("a", text, FinishReason.STOP, 1, (TokenRecord(1, text, depth, 0.9),), index=i)
+        for i, (text, depth) in enumerate([("one", 18), ("two", 30)])
+    )
+    both = replace(first, outputs=(first, other))
+    shown = DepthPainter((18,), 30, coloured=False).answer(both).plain
+    assert shown == "a  24.0 of 30 layers a token\n‹18:one›\ntwo\n"
 
 
 def test_an_answer_cannot_drive_the_terminal() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenRecord
+from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob, TokenRecord
 from eeinfer.engine.prompt_file import LineError, error_line, output_line, read_prompt_file
 from eeinfer.errors import EeinferError, RequestError
 
@@ -45,6 +47,79 @@ def test_a_full_line() -> None:
     sampling = SamplingParams(max_tokens=5, temperature=1.0, seed=7, stop=("x", "y"))
     assert read(line) == [Request(id="a", prompt="Hi", sampling=sampling, line=1, reference="Hello.")]
     assert read(line | {"reference": None}) == [Request(id="a", prompt="Hi", sampling=sampling, line=1)]
+
+
+EXTRA = {
+    "top_p": 0.5,
+    "top_k": 7,
+    "min_p": 0.25,
+    "repetition_penalty": 1.25,
+    "presence_penalty": -1,
+    "frequency_penalty": 2,
+    "logit_bias": {"5": -100, "7": 1.5},
+    "min_tokens": 3,
+    "stop_token_ids": [4, 9, 4],
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "logprobs": 0,
+    "n": 2,
+}
+
+
+def test_a_line_may_have_every_sampling_parameter() -> None:
+    expected = SamplingParams(**EXTRA | {"logit_bias": {5: -100, 7: 1.5}, "stop_token_ids": (4, 9)})
+    assert read({"prompt": "Hi", **EXTRA}) == [Request(id="line-1", prompt="Hi", sampling=expected, line=1)]
+    assert read({"prompt": "Hi", **dict.fromkeys(EXTRA)}) == [Request(id="line-1", prompt="Hi", line=1)]
+    assert {field.name for field in fields(SamplingParams)} == {*EXTRA, "max_tokens", "temperature", "seed", "stop"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("top_p", 0, "a number above 0 and up to 1"),
+        ("top_p", "0.5", "a number above 0 and up to 1"),
+        ("top_p", 1.01, "a number above 0 and up to 1"),
+        ("top_p", float("nan"), "a number above 0 and up to 1"),
+        ("top_k", -2, "an integer from 1 on, or 0 for all tokens"),
+        ("top_k", 5.0, "an integer from 1 on, or 0 for all tokens"),
+        ("min_p", True, "a number from 0 to 1"),
+        ("min_p", -0.1, "a number from 0 to 1"),
+        ("repetition_penalty", 0, "a number above 0"),
+        ("repetition_penalty", 10**400, "a number above 0"),
+        ("repetition_penalty", float("inf"), "a number above 0"),
+        ("presence_penalty", 2.5, "a number from -2 to 2"),
+        ("frequency_penalty", -2.5, "a number from -2 to 2"),
+        ("min_tokens", -1, "an integer from 0 on"),
+        ("logprobs", True, "an integer from 0 on, or -1 for the whole vocabulary"),
+        ("logprobs", -2, "an integer from 0 on, or -1 for the whole vocabulary"),
+        ("n", 0, "an integer from 1 to 16384"),
+        ("n", 16385, "an integer from 1 to 16384"),
+        ("ignore_eos", 1, "true or false"),
+        ("include_stop_str_in_output", "yes", "true or false"),
+        ("stop_token_ids", 5, "a list of token ids"),
+        ("stop_token_ids", [1.0], "a list of token ids"),
+        ("stop_token_ids", [-1], "a list of token ids"),
+        ("logit_bias", [1], "must map token ids to numbers from -100 to 100"),
+        ("logit_bias", {"a": 1}, "must map token ids to numbers from -100 to 100"),
+        ("logit_bias", {"1": 100.5}, "must map token ids to numbers from -100 to 100"),
+        ("logit_bias", {"1": "x"}, "must map token ids to numbers from -100 to 100"),
+        ("logit_bias", {"1": 1, "01": 2}, "must map token ids to numbers from -100 to 100"),
+    ],
+)
+def test_a_sampling_parameter_out_of_range_is_told_its_range(name: str, value: Any, words: str) -> None:
+    message = only_error(json.dumps({"prompt": "a", name: value})).message
+    assert f"{name} is " in message
+    assert words in message
+
+
+def test_parameters_that_contradict_each_other() -> None:
+    assert (
+        "min_tokens is 9; it must be at most max_tokens, 8"
+        in only_error({"prompt": "a", "min_tokens": 9, "max_tokens": 8}).message
+    )
+    assert (
+        "n is 2; it must be 1 when sampling is greedy" in only_error({"prompt": "a", "n": 2, "temperature": 0}).message
+    )
 
 
 def test_messages_and_defaults() -> None:
@@ -176,7 +251,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = ["prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop", "reference", "category"]
+FIELDS = ["prompt", "messages", "id", "max_tokens", "temperature", "seed", "stop", "reference", "category", *EXTRA]
 FIELD = st.sampled_from([*FIELDS, "role"])
 
 
@@ -207,6 +282,35 @@ def test_the_shape_of_an_answer() -> None:
     assert line["tokens"][0]["confidence"] is None
 
 
+def test_several_answers_and_log_probabilities() -> None:
+    told = (TokenLogprob(6, -0.5, 2, "lo"), TokenLogprob(7, -0.25, 1, "l"), TokenLogprob(6, -math.inf, 2, "lo"))
+    one = RequestOutput("a", "x", FinishReason.LENGTH, 4, (TokenRecord(6, "lo", 18, 0.75, told),))
+    other = RequestOutput("a", "y", FinishReason.STOP, 4, (TokenRecord(5, "y", 30, None), TOKENS[2]), index=1)
+    line = output_line(replace(one, outputs=(one, other)), exits=True, token_details=False)
+    logprobs = [
+        {
+            "token_id": 6,
+            "text": "lo",
+            "logprob": -0.5,
+            "rank": 2,
+            "layers_executed": 18,
+            "top_logprobs": [
+                {"token_id": 7, "text": "l", "logprob": -0.25, "rank": 1},
+                {"token_id": 6, "text": "lo", "logprob": -9999.0, "rank": 2},
+            ],
+        }
+    ]
+    assert line == {
+        "id": "a",
+        "outputs": [
+            {"index": 0, "text": "x", "finish_reason": "length", "logprobs": logprobs},
+            {"index": 1, "text": "y", "finish_reason": "stop"},
+        ],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7},
+        "exits": {"mean_layers": 22.0, "share": {"18": 0.6667, "30": 0.3333}},
+    }
+
+
 def test_the_shape_of_a_failure() -> None:
     output = RequestOutput("a", "", FinishReason.ERROR, 0, (), "too long")
     assert output_line(output, exits=True, token_details=True) == {"id": "a", "error": "too long"}
@@ -223,11 +327,18 @@ def test_the_shape_of_a_failure() -> None:
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"stop": ("",)}, "stop is"),
         ({"stop": ("a", 5)}, "stop is"),
+        ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
+        ({"n": None}, "n is None"),
+        ({"min_tokens": None}, "min_tokens is None"),
     ],
 )
 def test_the_python_interface_refuses_what_means_nothing(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**values)
+
+
+def test_parameters_can_be_keys() -> None:
+    assert len({SamplingParams(logit_bias={3: 1.0}), SamplingParams(logit_bias={3: 1.0}), SamplingParams(n=2)}) == 2
 
 
 def test_one_stop_string_is_not_its_characters() -> None:

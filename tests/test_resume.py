@@ -87,6 +87,53 @@ def test_once_finishes_what_runs_twice_stops_at_once(
     assert not list(tmp_path.glob("*answers.jsonl.[jl]*"))
 
 
+def test_answers_to_batch_lines_and_several_to_a_prompt_are_kept_too(
+    run: Run, tmp_path: Path, stop: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(name: str, prompt: str, **more: object) -> str:
+        body = {"prompt": prompt, "temperature": 1, **more}
+        return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body})
+
+    lines = [
+        '{"prompt": "one two", "id": "n", "n": 3, "temperature": 1}',
+        call("o", "one", n=2),
+        call("bad", "one", n=0),
+        call("f", "fail"),
+        call("p", "one two"),
+        '{"prompt": "four", "n": 2, "temperature": 1}',
+    ]
+    prompts, output, whole = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
+    prompts.write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr("eeinfer.engine.openai_batch.time", lambda: 7)
+    assert run("generate", "--prompts", prompts, "-o", whole).code == 1
+    stop(3, 2)
+    assert run("generate", "--prompts", prompts, "-o", output).code == 130
+    stop(None)
+
+    prompts.write_text("\n".join(lines).replace('"n": 3', '"n": 4'), encoding="utf-8")
+    refused = run("generate", "--prompts", prompts, "-o", output, "--resume")
+    assert refused.code == 2
+    assert "prompts hash was" in refused.err
+    prompts.write_text("\n".join(lines), encoding="utf-8")
+    resumed = run("generate", "--prompts", prompts, "-o", output, "--resume", "--stats", tmp_path / "stats.json")
+    assert resumed.code == 1
+    assert [r.id for r in FakeLLM.built[-1].requests] == ["p", "line-6"]
+    assert output.read_bytes() == whole.read_bytes()
+    assert "2 of 6 prompts failed; the first: " in resumed.err
+    bad, failed = (json.loads(output.read_text().splitlines()[i])["response"] for i in (2, 3))
+    assert [bad["status_code"], failed["status_code"]] == [400, 400]
+    requests = json.loads((tmp_path / "stats.json").read_text())["requests"]
+    assert requests == {
+        "total": 6,
+        "ok": 4,
+        "failed": 2,
+        "bad_lines": 1,
+        "unanswered": 0,
+        "kept": 3,
+        "finish_reasons": {"stop": 4, "length": 4, "error": 1},
+    }
+
+
 def test_a_run_that_fails_before_its_first_answer_leaves_nothing(
     run: Run, tmp_path: Path, stop: Callable[..., None]
 ) -> None:
@@ -203,6 +250,17 @@ def test_drain_finishes_what_has_started_preempted_requests_among_it(make_llm: C
     assert 0 < len(outputs) < len(requests)
     assert outputs == [undisturbed[output.id] for output in outputs]
     assert [output.id for output in llm.generate([requests[-1]])] == ["7"], "a drained engine takes new requests"
+
+
+def test_drain_finishes_all_sequences_of_a_request_that_has_started(make_llm: Callable[..., LLM]) -> None:
+    sampling = SamplingParams(n=3, temperature=1.0, ignore_eos=True)
+    requests = [Request(name, prompt="abc", sampling=sampling) for name in ("first", "second", "third")]
+    undisturbed = make_llm(max_tokens=5).generate(requests)
+    llm = make_llm(max_tokens=5, max_num_seqs=4)
+    assert (
+        llm.generate(requests, on_step=lambda stats: llm.drain() if stats.generated_tokens else None) == undisturbed[:2]
+    )
+    llm.engine.scheduler.check()
 
 
 def test_ctrl_c_before_the_first_step_and_the_third_time_is_not_waited_for() -> None:

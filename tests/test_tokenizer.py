@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from eeinfer.core.request import Request, SamplingParams
 from eeinfer.engine.engine import _Answer
 from eeinfer.errors import ModelError, RequestError
 from eeinfer.model.tokenizer import TextStream, Tokenizer
@@ -384,8 +385,8 @@ class Words(TextStream):
 
 def answer(words: Sequence[str], *stop: str) -> tuple[_Answer, bool]:
     """The answer after all pieces, or up to the first stop."""
-    found = _Answer(Words(words), stop)
-    return found, any(found.push(i) for i in range(len(words)))
+    found = _Answer(Words(words), Request("a", sampling=SamplingParams(stop=stop)))
+    return found, any(found.push(i, ends=False) for i in range(len(words)))
 
 
 @pytest.mark.parametrize(
@@ -395,7 +396,8 @@ def answer(words: Sequence[str], *stop: str) -> tuple[_Answer, bool]:
         (["ab", "cd", "ef"], ["bc"], "a", ["a", ""]),
         (["ab", "c", "", "d", "ef"], ["bcde"], "a", ["a", "", "", "", ""]),
         (["ab", "cd"], ["ab"], "", [""]),
-        (["abcd"], ["d", "bc"], "a", ["a"]),  # the earliest in the text wins, not the first in the list
+        (["abcd"], ["d", "bc"], "a", ["a"]),  # the first to be complete wins, not the first in the list
+        (["abcd"], ["abcd", "c"], "ab", ["ab"]),  # nor the one that began first
         (["xaab"], ["aab", "ab"], "x", ["x"]),
         (["aa", "aa"], ["aaa"], "", ["", ""]),
         (["ab", "ab", "ac"], ["abac"], "ab", ["ab", "", ""]),
@@ -418,9 +420,9 @@ def test_stop_strings_against_a_plain_search(words: list[str], stop: list[str]) 
     found, stopped = answer(words, *stop)
     for n in range(len(words) + 1):
         text = "".join(words[:n])
-        hits = [text.index(s) for s in stop if s in text]
+        hits = [(text.index(s) + len(s), i, text.index(s)) for i, s in enumerate(stop) if s in text]
         if hits:
-            assert (stopped, found.text, len(found.pieces)) == (True, text[: min(hits)], n)
+            assert (stopped, found.text, len(found.pieces)) == (True, text[: min(hits)[-1]], n)
             break
     else:
         assert (stopped, found.text, found.pieces) == (False, "".join(words), words)
@@ -429,8 +431,9 @@ def test_stop_strings_against_a_plain_search(words: list[str], stop: list[str]) 
 
 def test_a_stop_string_across_tokens_of_one_character(tmp_path: Path) -> None:
     fast = byte_level()
-    found = _Answer(Tokenizer(write(tmp_path, fast), 300).stream(), ("é!",))
-    pushed = [found.push(token) for token in fast.encode("caé!x", add_special_tokens=False).ids]
+    asked = Request("a", sampling=SamplingParams(stop=("é!",)))
+    found = _Answer(Tokenizer(write(tmp_path, fast), 300).stream(), asked)
+    pushed = [found.push(token, ends=False) for token in fast.encode("caé!x", add_special_tokens=False).ids]
     assert pushed.index(True) == 4
     assert pushed[:4] == [False] * 4
 

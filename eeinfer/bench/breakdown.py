@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eeinfer.bench.metrics import SECTIONS
 from eeinfer.core.plan import Complete, Draw, Outcome, Pass, Row
-from eeinfer.core.request import Request
+from eeinfer.core.request import Request, TokenLogprob
 from eeinfer.engine.engine import Engine
 from eeinfer.exits.check import Checked, Exit
 from eeinfer.model.decoder import Decoder
@@ -118,7 +118,7 @@ class TimedRunner(ModelRunner):
 
     def _exit_tokens(
         self, exit_: Exit, checked: Checked, hidden: Tensor, rows: Sequence[Row], leaving: list[int]
-    ) -> list[int]:
+    ) -> tuple[list[int], dict[int, tuple[TokenLogprob, ...]]]:
         with self._timer.section("sampling"):
             return super()._exit_tokens(exit_, checked, hidden, rows, leaving)
 

@@ -125,7 +125,7 @@ def read_trace(path: Path) -> dict[str, tuple[int, ...]]:
         if not line.strip():
             continue
         answer = _parse_answer(line, f"{path}, line {number}")
-        if "error" in answer:
+        if answer.get("error") is not None:
             continue
         request_id = answer["id"]
         if request_id in depths:
@@ -149,7 +149,10 @@ def _parse_answer(line: bytes, where: str) -> dict[str, Any]:
 def _depths(answer: Mapping[str, Any], where: str) -> tuple[int, ...]:
     tokens = answer.get("tokens")
     if not isinstance(tokens, list):
-        raise EeinferError(f"{where}: the answer has no tokens; run generate with --token-details")
+        raise EeinferError(
+            f"{where}: the answer has no tokens; run generate with --token-details, on prompt lines without n that are "
+            f"not of an OpenAI batch file"
+        )
     depths: list[Any] = [token.get("layers_executed") if isinstance(token, dict) else None for token in tokens]
     if bad := [i for i, depth in enumerate(depths) if type(depth) is not int or depth < 1]:
         raise EeinferError(f"{where}: tokens[{bad[0]}].layers_executed is not a count of layers; {_DETAILS}")

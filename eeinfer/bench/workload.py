@@ -9,7 +9,7 @@ from random import Random
 from typing import BinaryIO
 
 from eeinfer.bench.sweep import Group
-from eeinfer.core.request import Request, SamplingParams
+from eeinfer.core.request import GREEDY, Request
 from eeinfer.engine.prompt_file import read_prompt_file
 from eeinfer.errors import ConfigError, EeinferError, RequestError
 
@@ -81,7 +81,7 @@ def synthetic(group: Group, num_prompts: int | None, vocab_size: int, seed: int)
 
 def limited(requests: Sequence[Request], max_tokens: int, *, ignore_eos: bool) -> list[Request]:
     """The same prompts, answered greedily with up to `max_tokens` tokens, whatever their own lines say."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+    sampling = replace(GREEDY, max_tokens=max_tokens, ignore_eos=ignore_eos)
     return [replace(request, sampling=sampling) for request in requests]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from eeinfer.calibration.loss import token_losses
 from eeinfer.calibration.prompts import Prompt
 from eeinfer.config.schema import ExitSettings, Settings
-from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from eeinfer.core.request import GREEDY, FinishReason, Request, RequestOutput
 from eeinfer.engine.build import Located, Model, PlannedExit, build_engine, build_runner, plan_exits
 from eeinfer.engine.certificate import Policy, policy_of
 from eeinfer.errors import EeinferError, RequestError
@@ -169,8 +169,7 @@ class Judge:
         by_key = {prompt.key: prompt for prompt in prompts}
         for prompt in prompts:
             try:
-                sampling = SamplingParams(temperature=0.0)
-                engine.add(Request(prompt.key, prompt_token_ids=prompt.tokens, sampling=sampling))
+                engine.add(Request(prompt.key, prompt_token_ids=prompt.tokens, sampling=GREEDY))
             except RequestError as error:
                 raise EeinferError(f"prompt {prompt.id} cannot be answered: {error}") from None
         finished: list[RequestOutput] = []

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from eeinfer.cli.meter import Meter
 from eeinfer.cli.show import DepthPainter
-from eeinfer.core.request import RequestOutput
+from eeinfer.core.request import BatchCall, RequestOutput
+from eeinfer.engine.answer_outcome import outcome_of
 from eeinfer.engine.journal import Journal, encode_line
 from eeinfer.engine.prompt_file import LineError, error_line, output_line
 
@@ -32,7 +33,8 @@ class AnswerWriter:
         meter: its progress bar makes way for what is printed.
         exits: whether the lines speak of depth.
         token_details: whether they have an entry a token.
-        finish_reasons: requests by how they ended; bad lines are none.
+        finish_reasons: answers by how they ended, `n` of a request; a request that failed is one, bad lines are none.
+        answered: requests that have their answers.
         failures: what failed so far, by place.
         depths: tokens answered so far by layers executed.
     """
@@ -45,19 +47,25 @@ class AnswerWriter:
     exits: bool
     token_details: bool
     finish_reasons: Counter[str] = field(default_factory=Counter)
+    answered: int = 0
     failures: dict[int, str] = field(default_factory=dict)
     depths: Counter[int] = field(default_factory=Counter)
     _waiting: dict[int, tuple[Mapping[str, Any], Text] | None] = field(default_factory=dict)
     _next: int = 0
 
-    def put(self, place: int, output: RequestOutput, line_number: int | None) -> None:
-        """Take the answer to the prompt at `place` (from 0), which stands in line `line_number` of its file."""
-        line = output_line(output, exits=self.exits, token_details=self.token_details, line_number=line_number)
+    def put(self, place: int, output: RequestOutput, line_number: int | None, call: BatchCall | None = None) -> None:
+        """Take the answer to the prompt at `place` (from 0), which stands in line `line_number` of its file.
+
+        `call` is the OpenAI call that the prompt came as, if it did.
+        """
+        line = output_line(
+            output, exits=self.exits, token_details=self.token_details, line_number=line_number, call=call
+        )
         if self.journal is not None:
             self.journal.append(place, line)
-        self._count(place, line)
+        self._count(place, line, line_number)
         if output.error is None:
-            self.depths.update(t.layers_executed for t in output.tokens)
+            self.depths.update(t.layers_executed for one in output.sequences for t in one.tokens)
             self._queue(place, line, partial(self.painter.answer, output))
         else:
             self._queue(place, line, partial(self.painter.failure, output.id, output.error))
@@ -67,9 +75,9 @@ class AnswerWriter:
         self.failures[place] = bad.message
         self._queue(place, error_line(bad), partial(self.painter.failure, bad.id, bad.message))
 
-    def keep(self, place: int, line: Mapping[str, Any]) -> None:
+    def keep(self, place: int, line: Mapping[str, Any], line_number: int | None) -> None:
         """Count an answer that the journal holds from before."""
-        self._count(place, line)
+        self._count(place, line, line_number)
         self._queue(place, None, Text)
 
     def close(self) -> None:
@@ -79,13 +87,14 @@ class AnswerWriter:
         if self.console and self.depths:
             self.console.print(self.painter.legend(self.depths), highlight=False)
 
-    def _count(self, place: int, line: Mapping[str, Any]) -> None:
-        if (error := line.get("error")) is None:
-            self.finish_reasons[line["finish_reason"]] += 1
+    def _count(self, place: int, line: Mapping[str, Any], line_number: int | None) -> None:
+        outcome = outcome_of(line)
+        self.finish_reasons.update(outcome.finish_reasons)
+        if outcome.error is None:
+            self.answered += 1
             return
-        self.finish_reasons["error"] += 1
-        number = line.get("line")
-        self.failures[place] = f"{line['id']}: {error}" if number is None else f"line {number}: {line['id']}: {error}"
+        where = "" if line_number is None else f"line {line_number}: "
+        self.failures[place] = f"{where}{outcome.id}: {outcome.error}"
 
     def _queue(self, place: int, line: Mapping[str, Any] | None, paint: Callable[[], Text]) -> None:
         shown = self.stream or self.console

@@ -43,8 +43,9 @@ def generate(
     """Answer a file of prompts, in batches, with early exit.
 
     A line of the prompt file is an object with prompt (text) or messages (chat), and optionally id, max_tokens,
-    temperature, seed and stop. Answers come as one JSON object a line, in the order of the prompts; a bad line gets an
-    error line of its own and the others run. Progress and a summary go to standard error.
+    temperature, seed, stop and vLLM's other sampling parameters, such as top_p, logprobs and n; or it is a line of an
+    OpenAI batch file. Answers come as one JSON object a line, in the order of the prompts; a bad line gets an error
+    line of its own and the others run. Progress and a summary go to standard error.
 
     With --output FILE, answers gather in FILE.journal, and FILE appears when all are there, beside FILE.settings.toml
     with the settings of the run; after an interruption, the same command with --resume goes on. Ctrl-C once finishes
@@ -54,13 +55,14 @@ def generate(
     from eeinfer.cli.run import Run
     from eeinfer.engine.prompt_file import PACKAGED_PROMPTS, read_prompt_file
 
-    resolve()  # bad settings are told before any work
+    settings = resolve().settings  # bad settings are told before any work
     if prompts is None:
         note("no --prompts given: answering the packaged ones")
     source = PACKAGED_PROMPTS if prompts is None else Path(prompts)
     target = output_path(output, source, resume=resume)
     figures_file = None if stats is None else stats_path(stats, source, target)
-    entries = read_prompt_file(sys.stdin.buffer if prompts == "-" else source, limit=num_prompts)
+    stream = sys.stdin.buffer if prompts == "-" else source
+    entries = read_prompt_file(stream, limit=num_prompts, model=settings.model.name)
     with open_output(target, resume=resume) as out:
         lines = None if show_exits and target is None else out
         run = Run(entries, resolve, lines, token_details=token_details, show_exits=show_exits)

@@ -20,11 +20,11 @@ _TABLE_WIDTH = 140
 
 
 class Meter:
-    """Prompts done, tokens/s and mean depth, on standard error while that is a terminal; gone when the run ends."""
+    """Answers given, tokens/s and mean depth, on standard error while that is a terminal; gone when the run ends."""
 
     def __init__(self, total: int) -> None:
         console = Console(stderr=True)
-        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}"))
+        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}"))
         # Redirecting standard output, rich would send the answers to standard error.
         self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=4)
         self._task = self._bar.add_task("", total=total, pace="")

@@ -47,6 +47,12 @@ FLAGS = {
     "cache.prefix_cache": Flag(("--prefix-cache/--no-prefix-cache",)),
     "sampling.max_tokens": Flag(("--max-tokens",)),
     "sampling.temperature": Flag(("--temperature",)),
+    "sampling.top_p": Flag(("--top-p",)),
+    "sampling.top_k": Flag(("--top-k",)),
+    "sampling.min_p": Flag(("--min-p",)),
+    "sampling.repetition_penalty": Flag(("--repetition-penalty",)),
+    "sampling.presence_penalty": Flag(("--presence-penalty",)),
+    "sampling.frequency_penalty": Flag(("--frequency-penalty",)),
     "sampling.seed": Flag(("--seed",)),
 }
 

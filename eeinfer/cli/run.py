@@ -65,6 +65,11 @@ class Run:
         return self._located.config.num_layers if self._located else 0
 
     @property
+    def _open(self) -> list[Request]:
+        """The requests to be answered."""
+        return [entry for entry in self._entries if isinstance(entry, Request) and entry.id in self._left]
+
+    @property
     def failures(self) -> dict[int, str]:
         """What failed, by place."""
         return self._writer.failures if self._writer else {}
@@ -107,13 +112,13 @@ class Run:
             started = perf_counter()
             self._llm = LLM.from_loaded(self._resolve, note=note, located=self._located)
             self._load_seconds = perf_counter() - started
-        meter = Meter(len(self._left))
+        meter = Meter(sum(request.sampling.n for request in self._open))
         self._writer = writer = self._new_writer(meter)
         for place, entry in enumerate(self._entries):
             if isinstance(entry, LineError):
                 writer.put_bad_line(place, entry)
             elif self._journal is not None and place in self._journal:
-                writer.keep(place, self._journal.answer(place))
+                writer.keep(place, self._journal.answer(place), entry.line)
         if self._llm is not None:
             try:
                 self._generate(self._llm, writer, meter)
@@ -143,6 +148,7 @@ class Run:
             total=len(self._entries),
             failed=len(self.failures),
             kept=self._kept,
+            answered=self._writer.answered,
             finish_reasons=self._writer.finish_reasons,
             load_seconds=self._load_seconds,
             stats=self._llm.stats if self._llm else None,
@@ -163,13 +169,14 @@ class Run:
 
         def put(output: RequestOutput) -> None:
             place = self._left[output.id]
-            writer.put(place, output, self._entries[place].line)
+            entry = self._entries[place]
+            writer.put(place, output, entry.line, entry.call)
 
         def step(stats: Stats) -> None:
             meter.step(stats)
             interrupts.step()
 
-        requests = [entry for entry in self._entries if isinstance(entry, Request) and entry.id in self._left]
+        requests = self._open
         try:
             with meter.running(), interrupts.watched():
                 outputs = llm.generate(requests, on_output=put, on_step=step)

@@ -34,9 +34,10 @@ class DepthPainter:
         text = Text.assemble((_visible(output.id), "bold"))
         if output.mean_layers is not None:
             text.append(f"  {output.mean_layers:.1f} of {self.num_layers} layers a token", "dim")
-        text.append("\n")
-        for depth, group in groupby((t for t in output.tokens if t.text), key=lambda t: t.layers_executed):
-            text.append_text(self._run(depth, _visible("".join(t.text for t in group))))
+        for one in output.sequences:
+            text.append("\n")
+            for depth, group in groupby((t for t in one.tokens if t.text), key=lambda t: t.layers_executed):
+                text.append_text(self._run(depth, _visible("".join(t.text for t in group))))
         return text.append("\n")
 
     def failure(self, request_id: str, message: str) -> Text:

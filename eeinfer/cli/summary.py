@@ -23,7 +23,8 @@ class RunFigures:
     Attributes:
         total: lines of the prompt file; failed: those without an answer, for whatever reason.
         kept: answers that an interrupted run had made.
-        finish_reasons: requests by how they ended, those of the interrupted run included.
+        answered: requests that have their answers, those of the interrupted run included.
+        finish_reasons: answers by how they ended, likewise; a request has `n` of them, one that failed has one.
         load_seconds: to read the model; None when nothing was left to answer.
         stats: counters of the engine; None likewise.
         num_layers: of the model.
@@ -33,6 +34,7 @@ class RunFigures:
     total: int
     failed: int
     kept: int
+    answered: int
     finish_reasons: Mapping[str, int]
     load_seconds: float | None
     stats: Stats | None
@@ -43,11 +45,6 @@ class RunFigures:
     def bad_lines(self) -> int:
         """Lines that are no requests."""
         return self.failed - self.finish_reasons.get("error", 0)
-
-    @property
-    def answered(self) -> int:
-        """Requests that ended well."""
-        return sum(self.finish_reasons.values()) - self.finish_reasons.get("error", 0)
 
     @property
     def exit_shares(self) -> dict[int, float]:

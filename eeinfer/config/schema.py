@@ -42,6 +42,7 @@ Text = Annotated[str, MinLen(1)]
 Positive = Annotated[int, Ge(1)]
 Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
 Threshold = Annotated[float, Predicate(not_nan)]  # inf never leaves, -inf always does
+Penalty = Annotated[float, Ge(-2), Le(2), Predicate(finite)]
 Layers = Annotated[tuple[Positive, ...], MinLen(1), Predicate(strictly_increasing)]
 Thresholds = Annotated[tuple[Threshold, ...], MinLen(1)]
 
@@ -106,6 +107,20 @@ class CacheSettings:
 class SamplingSettings:
     max_tokens: Positive = setting(256, "Most new tokens for a request that does not say.")
     temperature: Annotated[float, Ge(0), Predicate(finite)] = setting(0.0, "0 is greedy.")
+    top_p: Annotated[float, Gt(0), Le(1), Predicate(finite)] = setting(
+        1.0, "Keep the likeliest tokens until their probabilities sum to this; 1 keeps all."
+    )
+    top_k: Annotated[int, Ge(0)] = setting(0, "Keep this many likeliest tokens; 0 keeps all.")
+    min_p: Annotated[float, Ge(0), Le(1), Predicate(finite)] = setting(
+        0.0, "Keep tokens at least this times as likely as the likeliest; 0 keeps all."
+    )
+    repetition_penalty: Annotated[float, Gt(0), Predicate(finite)] = setting(
+        1.0, "Above 1, tokens of the prompt and of the answer so far become less likely; 1 does nothing."
+    )
+    presence_penalty: Penalty = setting(0.0, "Taken from the logits of the answer's tokens.")
+    frequency_penalty: Penalty = setting(
+        0.0, "Taken from the logits of the answer's tokens for each time they occur in it."
+    )
     seed: Seed = setting(0, "Seed of the run; a request's own seed wins.")
 
 

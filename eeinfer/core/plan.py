@@ -14,15 +14,53 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from eeinfer.core.request import TokenLogprob
     from eeinfer.core.strategy import LeaveRule
 
 
 @dataclass(frozen=True, slots=True)
+class Shaping:
+    """What a sequence asks to be done to its rows' logits; meanings as in `eeinfer.core.request.SamplingParams`.
+
+    Attributes:
+        top_k: 0 keeps all tokens.
+        logit_bias: token ids with what is added to their logits.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it depends on the tokens so far."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Draw:
-    """How to pick one token: `temperature` 0 takes the argmax; else the noise that `seed` gives picks one."""
+    """How to pick one token: `temperature` 0 takes the argmax; else the noise that `seed` gives picks one.
+
+    The rest is for the few rows that ask for it, and free for the others.
+
+    Attributes:
+        shaping: of the logits; None: they stay as they are.
+        prompt, generated: token ids of the sequence, where it has penalties; those of the prompt each once.
+        banned: tokens that cannot be picked.
+        logprobs: of how many likeliest tokens log-probabilities are told; -1: all; None: nothing is told.
+    """
 
     temperature: float = 0.0
     seed: int = 0
+    shaping: Shaping | None = None
+    prompt: tuple[int, ...] = ()
+    generated: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +152,14 @@ class Verdict:
         confidence: at the exit that was checked; `None` where nothing is checked.
         ready: confidence >= the row's threshold.
         failed: the numbers were not finite; the sequence cannot go on.
+        logprobs: of the token and of the likeliest ones, where the draw asked for them.
     """
 
     token: int | None = None
     confidence: float | None = None
     ready: bool = False
     failed: bool = False
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def leaves(self) -> bool:

@@ -221,7 +221,7 @@ class Scheduler:
             )
             return
         assert verdict.token is not None, "a row that leaves has its token"
-        sequence.append(verdict.token, depth, verdict.confidence)
+        sequence.append(verdict.token, depth, verdict.confidence, verdict.logprobs)
         if sequence.finish_reason is not None:
             self.finish(sequence, sequence.finish_reason)
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from eeinfer.config.load import Calibration
 from eeinfer.config.schema import SamplingSettings, Settings
-from eeinfer.core.request import Guarantee, Request
+from eeinfer.core.request import Guarantee, Request, SamplingParams
 from eeinfer.engine.build import Located, PlannedExit, dtype_of
 from eeinfer.errors import ConfigError
 from eeinfer.exits.files import heads_fingerprint
 
 NO_HEADS = "none"
+_GREEDY = {"temperature": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 PER_ROW = ("split",)  # strategies under which a row's token and depth do not depend on its batch
 
 
@@ -157,18 +158,27 @@ class Standing:
         """The guarantee that the answer to `request` carries, or why it carries none."""
         if self.guarantee is None or self.difference is not None:
             return self.difference or "the calibration carries no guarantee"
-        sampling, defaults = request.sampling, self.defaults
-        temperature = defaults.temperature if sampling.temperature is None else sampling.temperature
-        max_tokens = defaults.max_tokens if sampling.max_tokens is None else sampling.max_tokens
-        if temperature > 0:
-            return f"temperature is {temperature:g}, and only greedy decoding is certified"
+        return next(self._departures(request.sampling), self.guarantee)
+
+    def _departures(self, sampling: SamplingParams) -> Iterator[str]:
+        """What of a request's parameters the policy does not cover, in words."""
+        for name, neutral in _GREEDY.items():
+            value = getattr(self.defaults, name) if (own := getattr(sampling, name)) is None else own
+            if value != neutral:
+                yield f"{name} is {value:g}, and only greedy decoding is certified"
+        if sampling.logit_bias:
+            yield "logit_bias changes the logits, and only greedy decoding is certified"
+        if sampling.min_tokens:
+            yield f"min_tokens is {sampling.min_tokens}, which keeps the answer from ending"
+        max_tokens = self.defaults.max_tokens if sampling.max_tokens is None else sampling.max_tokens
         if max_tokens != self.max_tokens:
-            return f"max_tokens is {max_tokens}, certified for {self.max_tokens}"
+            yield f"max_tokens is {max_tokens}, certified for {self.max_tokens}"
         if sampling.ignore_eos:
-            return "end-of-sequence tokens are ignored"
+            yield "end-of-sequence tokens are ignored"
         if sampling.stop:
-            return "stop strings cut the answer"
-        return self.guarantee
+            yield "stop strings cut the answer"
+        if sampling.stop_token_ids:
+            yield "stop tokens cut the answer"
 
     @property
     def notice(self) -> str | None:

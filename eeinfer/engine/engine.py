@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from operator import itemgetter
 from time import perf_counter
 
 from eeinfer.config.schema import SamplingSettings
-from eeinfer.core.request import FinishReason, Request, RequestOutput, TokenRecord
+from eeinfer.core.request import FinishReason, Request, RequestOutput, TokenLogprob, TokenRecord
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.sequence import Sequence, Status
 from eeinfer.core.step import Step, step_of
 from eeinfer.engine.encode import encode
+from eeinfer.engine.parallel_sampling import together
+from eeinfer.engine.sampling import banned_tokens, effective, shaping_of
 from eeinfer.errors import RequestError
 from eeinfer.model.tokenizer import NoTokenizer, TextStream, Tokenizer
 from eeinfer.runner.model_runner import ModelRunner
@@ -27,7 +31,7 @@ class Stats:
         layers_executed: layers run for them, summed.
         seconds: time spent in steps.
         prefill_seconds: the part of it spent on prompts (and on replay after preemption).
-        finished, failed, aborted: requests that ended well, that did not, and that were cancelled.
+        finished, failed, aborted: answers that ended well, that did not, and that were cancelled; `n` a request.
         involuntary_exits, involuntary_stays: see `eeinfer.core.scheduler.SchedulerStats`.
         preemptions: times a sequence lost its blocks and had to be replayed.
         prefix_cache_queries: tokens that were looked for in the prefix cache, of prompts and of replays.
@@ -64,22 +68,31 @@ class Stats:
 
 @dataclass(slots=True)
 class _Answer:
-    """The text of one sequence so far."""
+    """The text of one sequence so far, the answer to `request`."""
 
     stream: TextStream | NoTokenizer
-    stop: tuple[str, ...]
+    request: Request
     pieces: list[str] = field(default_factory=list)
     text: str = ""
 
-    def push(self, token: int) -> bool:
-        """Take a token; True when a stop string has appeared, which is then cut off with what follows."""
-        piece = self.stream.push(token)
-        searched_from = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
+    def push(self, token: int, *, ends: bool) -> bool:
+        """Take a token; True when a stop string has appeared, which is then cut off with what follows.
+
+        `ends`: it is one that ends the sequence, and is no text.
+        """
+        sampling = self.request.sampling
+        keeps = sampling.include_stop_str_in_output
+        piece = "" if ends and not keeps else self.stream.push(token)
+        known = len(self.text)
         self.text += piece
         self.pieces.append(piece)
-        hits = [at for stop in self.stop if (at := self.text.find(stop, searched_from)) >= 0]
+        if len(self.pieces) <= sampling.min_tokens:
+            return False
+        found = ((stop, self.text.find(stop, max(0, known - len(stop) + 1))) for stop in sampling.stop)
+        hits = [(at + len(stop), at) for stop, at in found if at >= 0]
         if hits:
-            self._cut(min(hits))
+            end, at = min(hits, key=itemgetter(0))  # whichever is complete first, then the first in the list
+            self._cut(end if keeps else at)
         return bool(hits)
 
     def _cut(self, end: int) -> None:
@@ -121,14 +134,14 @@ class Engine:
         self._answers: dict[Sequence, _Answer] = {}
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue one sequence of a request, the one of its `index`.
 
         Raises:
             RequestError: it cannot be served; nothing was queued.
         """
         sequence = self._sequence(request)
         self.scheduler.add(sequence)
-        self._answers[sequence] = _Answer(self.tokenizer.stream(), request.sampling.stop)
+        self._answers[sequence] = _Answer(self.tokenizer.stream(), request)
 
     def step(self) -> Step:
         """Carry out one plan; call it while there `has_work`."""
@@ -150,9 +163,10 @@ class Engine:
         return self.scheduler.has_work
 
     def drain(self) -> None:
-        """Drop the requests that have not been started; those that have, preempted ones among them, run on."""
-        for sequence in list(self._answers):
-            if sequence.status is Status.WAITING and not sequence.depths:
+        """Drop the requests that have not been started; those that have run on, with all their `n` sequences."""
+        waiting = Counter(s.request_id for s in self._answers if s.status is Status.WAITING and not s.depths)
+        for sequence, answer in list(self._answers.items()):
+            if waiting[sequence.request_id] == answer.request.sampling.n:
                 self.scheduler.finish(sequence, FinishReason.ABORT)
                 del self._answers[sequence]
 
@@ -160,14 +174,13 @@ class Engine:
         """End a request between two steps and free what it holds.
 
         Returns:
-            What it has got so far, with `finish_reason` ABORT; None if no live request has this id.
+            What its sequences that still ran have got so far, with `finish_reason` ABORT; None if there are none.
         """
-        for sequence in self._answers:
-            if sequence.request_id == request_id:
-                self.scheduler.finish(sequence, FinishReason.ABORT)
-                self.stats.aborted += 1
-                return self._output(sequence)
-        return None
+        live = [sequence for sequence in self._answers if sequence.request_id == request_id]
+        for sequence in live:
+            self.scheduler.finish(sequence, FinishReason.ABORT)
+        self.stats.aborted += len(live)
+        return together([self._output(sequence) for sequence in live]) if live else None
 
     def abort(self) -> None:
         """Drop every live request and free what it holds."""
@@ -183,7 +196,7 @@ class Engine:
             return False
         self.stats.generated_tokens += 1
         self.stats.layers_executed += sequence.depths[-1]
-        if answer.push(sequence.tokens[-1]):
+        if answer.push(sequence.tokens[-1], ends=sequence.finish_reason is FinishReason.STOP):
             self.scheduler.finish(sequence, FinishReason.STOP)
             sequence.finish_reason = FinishReason.STOP  # outranks a length reached with the same token
         return True
@@ -191,7 +204,8 @@ class Engine:
     def _output(self, sequence: Sequence) -> RequestOutput:
         answer = self._answers.pop(sequence)
         assert sequence.finish_reason is not None
-        parts = zip(sequence.generated, answer.pieces, sequence.depths, sequence.confidences, strict=True)
+        told = (None if own is None else tuple(map(self._named, own)) for own in sequence.logprobs)
+        parts = zip(sequence.generated, answer.pieces, sequence.depths, sequence.confidences, told, strict=True)
         return RequestOutput(
             id=sequence.request_id,
             text=answer.text,
@@ -199,7 +213,11 @@ class Engine:
             prompt_tokens=sequence.prompt_tokens,
             tokens=tuple(TokenRecord(*part) for part in parts),
             error=sequence.error,
+            index=answer.request.index,
         )
+
+    def _named(self, logprob: TokenLogprob) -> TokenLogprob:
+        return replace(logprob, text=self.tokenizer.token_text(logprob.token_id))
 
     def _count(self, step: Step) -> None:
         stats, counted = self.stats, self.scheduler.stats
@@ -217,16 +235,23 @@ class Engine:
     # Requests
 
     def _sequence(self, request: Request) -> Sequence:
-        tokens = encode(request, self.tokenizer, self.runner.decoder.config.vocab_size)
-        sampling = request.sampling
-        temperature = self._sampling.temperature if sampling.temperature is None else sampling.temperature
+        vocab_size = self.runner.decoder.config.vocab_size
+        tokens = encode(request, self.tokenizer, vocab_size)
+        max_tokens = self._max_tokens(len(tokens), request.sampling.max_tokens)
+        sampling = effective(request.sampling, self._sampling, max_tokens, vocab_size)
+        eos_token_ids = self.tokenizer.eos_token_ids
+        seed = self._own_seed(request.id) if sampling.seed is None else sampling.seed
         return Sequence(
             request_id=request.id,
             tokens=tokens,
-            max_tokens=self._max_tokens(len(tokens), sampling.max_tokens),
-            eos_token_ids=frozenset() if sampling.ignore_eos else self.tokenizer.eos_token_ids,
-            temperature=temperature,
-            seed=self._own_seed(request.id) if sampling.seed is None else sampling.seed,
+            max_tokens=max_tokens,
+            eos_token_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids),
+            temperature=sampling.temperature or 0.0,
+            seed=seed + request.index,
+            shaping=shaping_of(sampling),
+            min_tokens=sampling.min_tokens,
+            banned=banned_tokens(sampling, eos_token_ids, vocab_size),
+            num_logprobs=sampling.logprobs,
         )
 
     def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:

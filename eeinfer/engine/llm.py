@@ -13,6 +13,7 @@ from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingP
 from eeinfer.engine.build import Located, build_engine, build_runner, load_model, locate, plan_exits
 from eeinfer.engine.certificate import Standing, standing
 from eeinfer.engine.engine import Engine, Stats
+from eeinfer.engine.parallel_sampling import Gathered, sequences_of
 from eeinfer.errors import ConfigError, RequestError
 
 # Names that would be unclear without their section.
@@ -138,15 +139,19 @@ class LLM:
     def _run(
         self, requests: list[Request], finish: Callable[[RequestOutput], None], on_step: Callable[[Stats], None] | None
     ) -> None:
+        gathered = Gathered()
         for request in requests:
+            gathered.expect(request)
             try:
-                self.engine.add(request)
+                for sequence in sequences_of(request):
+                    self.engine.add(sequence)
             except RequestError as error:
-                self.stats.failed += 1
+                self.stats.failed += request.sampling.n
                 finish(RequestOutput(request.id, "", FinishReason.ERROR, 0, (), str(error)))
         while self.engine.has_work:
             for output in self.engine.step().finished:
-                finish(output)
+                if (whole := gathered.take(output)) is not None:
+                    finish(whole)
             if on_step:
                 on_step(self.stats)
 

@@ -1,4 +1,7 @@
-"""Prompt files and answer lines: JSON Lines in, JSON Lines out. A bad line is its own error; the others run."""
+"""Prompt files and answer lines: JSON Lines in, JSON Lines out. A bad line is its own error; the others run.
+
+Lines of OpenAI batch files may be among them; see `eeinfer.engine.openai_batch`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from eeinfer.config.suggest import did_you_mean
-from eeinfer.core.request import FinishReason, Guarantee, Request, RequestOutput, SamplingParams
+from eeinfer.core.request import BatchCall, FinishReason, Request, RequestOutput, SamplingParams
 from eeinfer.core.unique_keys import RepeatedKeyError, unique_keys
+from eeinfer.engine.answer_parts import exit_summary, logprob_entries, token_entries, usage
+from eeinfer.engine.openai_batch import answer_line, called, failure_line, is_batch_line, prompt_fields
 from eeinfer.errors import EeinferError, RequestError
 
 PACKAGED_PROMPTS = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
@@ -25,19 +31,26 @@ MAX_LINE_BYTES = 8 * 2**20  # more text than any model's context holds
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """A line that is no request: its number (from 1), its id (`line-N` when unknown), and what to change."""
+    """A line that is no request: its number (from 1), its id (`line-N` when unknown), and what to change.
+
+    `call` is the OpenAI call that it is meant as, if it is.
+    """
 
     line: int
     id: str
     message: str
+    call: BatchCall | None = None
 
 
-def read_prompt_file(source: Path | BinaryIO, *, limit: int | None = None) -> list[Request | LineError]:
+def read_prompt_file(
+    source: Path | BinaryIO, *, limit: int | None = None, model: str | None = None
+) -> list[Request | LineError]:
     """The requests of a JSONL file in order, with a LineError in the place of each bad line. Skips blank lines.
 
     Args:
         source: a file, or an open binary stream such as `sys.stdin.buffer`.
         limit: stop after this many requests and bad lines.
+        model: the one that runs, which lines of OpenAI batch files must ask for; None: they may ask for any.
 
     Raises:
         EeinferError: the file is missing, a folder, unreadable, UTF-16, or holds no line at all.
@@ -46,9 +59,9 @@ def read_prompt_file(source: Path | BinaryIO, *, limit: int | None = None) -> li
     try:
         if isinstance(source, Path):
             with source.open("rb") as lines:
-                entries = list(islice(_entries(lines, name), limit))
+                entries = list(islice(_entries(lines, name, model), limit))
         else:
-            entries = list(islice(_entries(source, name), limit))
+            entries = list(islice(_entries(source, name, model), limit))
     except OSError as error:
         raise EeinferError(f"{name}: cannot read prompts: {error.strerror}") from None
     if not entries:
@@ -57,7 +70,12 @@ def read_prompt_file(source: Path | BinaryIO, *, limit: int | None = None) -> li
 
 
 def output_line(
-    output: RequestOutput, *, exits: bool, token_details: bool, line_number: int | None = None
+    output: RequestOutput,
+    *,
+    exits: bool,
+    token_details: bool,
+    line_number: int | None = None,
+    call: BatchCall | None = None,
 ) -> dict[str, Any]:
     """The answer to one request as a JSON object.
 
@@ -66,46 +84,39 @@ def output_line(
         exits: whether exits are on, so that depth is worth a word.
         token_details: adds one entry a token.
         line_number: of the prompt, told when it failed.
+        call: the OpenAI call that it answers, in the shape of which it is told.
     """
+    if call is not None:
+        return answer_line(output, call, exits=exits, token_details=token_details)
     if output.finish_reason is FinishReason.ERROR:
         place = {} if line_number is None else {"line": line_number}
         return {"id": output.id, **place, "error": output.error}
-    completion = len(output.tokens)
-    line: dict[str, Any] = {
-        "id": output.id,
-        "text": output.text,
-        "finish_reason": output.finish_reason.value,
-        "usage": {
-            "prompt_tokens": output.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": output.prompt_tokens + completion,
-        },
+    ends = [{"text": one.text, "finish_reason": one.finish_reason.value} for one in output.sequences]
+    details = [_details(one, token_details=token_details) for one in output.sequences]
+    summary = exit_summary(output) if exits else None
+    shared = {"usage": usage(output), **({"exits": summary} if summary else {})}
+    if not output.outputs:
+        return {"id": output.id, **ends[0], **shared, **details[0]}
+    outputs = [{"index": i, **end, **detail} for i, (end, detail) in enumerate(zip(ends, details, strict=True))]
+    return {"id": output.id, "outputs": outputs, **shared}
+
+
+def _details(output: RequestOutput, *, token_details: bool) -> dict[str, Any]:
+    told = logprob_entries(output.tokens)
+    return {
+        **({} if told is None else {"logprobs": told}),
+        **({"tokens": token_entries(output.tokens)} if token_details else {}),
     }
-    if exits and output.mean_layers is not None:
-        shares = {str(depth): round(share, 4) for depth, share in output.exit_shares.items()}
-        line["exits"] = {"mean_layers": round(output.mean_layers, 3), "share": shares, **_certified(output.certified)}
-    if token_details:
-        line["tokens"] = [
-            {"token_id": t.token_id, "text": t.text, "layers_executed": t.layers_executed, "confidence": t.confidence}
-            for t in output.tokens
-        ]
-    return line
-
-
-def _certified(certified: Guarantee | str | None) -> dict[str, Any]:
-    if certified is None:
-        return {}
-    if isinstance(certified, str):
-        return {"certified": False, "reason": certified}
-    return {"certified": {"tolerance": certified.tolerance, "confidence": certified.confidence}}
 
 
 def error_line(error: LineError) -> dict[str, Any]:
     """A bad line as a JSON object."""
+    if error.call is not None:
+        return failure_line(error.id, error.message, status=400)
     return {"id": error.id, "line": error.line, "error": error.message}
 
 
-def _entries(stream: BinaryIO, name: str) -> Iterator[Request | LineError]:
+def _entries(stream: BinaryIO, name: str, model: str | None) -> Iterator[Request | LineError]:
     seen: dict[str, int] = {}
     for number in count(1):
         raw, whole = _read_line(stream)
@@ -118,7 +129,7 @@ def _entries(stream: BinaryIO, name: str) -> Iterator[Request | LineError]:
             why = f"the line has more than {MAX_LINE_BYTES:,} bytes; is a line break missing? Else shorten the prompt"
             yield LineError(number, f"line-{number}", f"line {number}: {why}")
         elif raw.strip():
-            yield _entry(raw.rstrip(), number, seen)
+            yield _entry(raw.rstrip(), number, seen, model)
 
 
 def _read_line(stream: BinaryIO) -> tuple[bytes, bool]:
@@ -131,16 +142,18 @@ def _read_line(stream: BinaryIO) -> tuple[bytes, bool]:
     return raw, False
 
 
-def _entry(raw: bytes, number: int, seen: dict[str, int]) -> Request | LineError:
-    request_id = f"line-{number}"
+def _entry(raw: bytes, number: int, seen: dict[str, int], model: str | None) -> Request | LineError:
+    request_id, call = f"line-{number}", None
     try:
         fields = _parse(raw)
-        request_id = _request_id(fields, request_id)
+        if is_batch_line(fields):
+            call = called(fields, model)
+        request_id = _request_id(fields.get("custom_id" if call else "id"), request_id)
         _check_unique(request_id, seen)
         seen[request_id] = number
-        return _request(fields, request_id, number)
+        return _request(prompt_fields(fields, model) if call else fields, request_id, number, call)
     except RequestError as error:
-        return LineError(number, request_id, f"line {number}: {error}")
+        return LineError(number, request_id, f"line {number}: {error}", call)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
@@ -161,8 +174,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _request_id(fields: Mapping[str, Any], default: str) -> str:
-    value = fields.get("id")
+def _request_id(value: object, default: str) -> str:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
@@ -175,7 +187,7 @@ def _check_unique(request_id: str, seen: Mapping[str, int]) -> None:
         raise RequestError(f"id {request_id!r} is already that of line {seen[request_id]}; give it another")
 
 
-def _request(fields: Mapping[str, Any], request_id: str, number: int) -> Request:
+def _request(fields: Mapping[str, Any], request_id: str, number: int, call: BatchCall | None) -> Request:
     for name in fields:
         if name not in FIELDS and name not in IGNORED:
             raise RequestError(f"unknown field {name!r}{did_you_mean(name, FIELDS)}")
@@ -186,9 +198,13 @@ def _request(fields: Mapping[str, Any], request_id: str, number: int) -> Request
         id=request_id,
         prompt=None if prompt is None else _text(prompt, "prompt"),
         messages=None if messages is None else _messages(messages),
-        sampling=SamplingParams(**{name: read(fields.get(name)) for name, read in SAMPLING_FIELDS.items()}),
+        sampling=SamplingParams(
+            **{name: read(fields.get(name)) for name, read in SAMPLING_FIELDS.items()},
+            **{name: value for name in CHECKED_BY_PARAMS if (value := fields.get(name)) is not None},
+        ),
         line=number,
         reference=None if reference is None else _text(reference, "reference"),
+        call=call,
     )
 
 
@@ -258,14 +274,15 @@ def _stop(value: object) -> tuple[str, ...]:
     return stop
 
 
-# How each field of SamplingParams is read, by its name; None stands for a field that is not there.
+# How fields of SamplingParams are read, by name, where it does not check all itself; None: the field is not there.
 SAMPLING_FIELDS: dict[str, Callable[[object], Any]] = {
     "max_tokens": partial(_integer, where="max_tokens", low=1),
     "temperature": _temperature,
     "seed": partial(_integer, where="seed", low=0),
     "stop": _stop,
 }
-FIELDS = ("prompt", "messages", "id", *SAMPLING_FIELDS, "reference")
+CHECKED_BY_PARAMS = tuple(field.name for field in fields_of(SamplingParams) if field.name not in SAMPLING_FIELDS)
+FIELDS = ("prompt", "messages", "id", *SAMPLING_FIELDS, *CHECKED_BY_PARAMS, "reference")
 IGNORED = ("category",)  # carried by data sets, of no use here
 
 

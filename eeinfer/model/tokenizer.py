@@ -66,6 +66,10 @@ class Tokenizer:
         """A decoder for the tokens of one answer."""
         return TextStream(self._fast)
 
+    def token_text(self, token: int) -> str:
+        """The text of one token by itself, of a special one too; \ufffd where it is no whole character."""
+        return self._fast.decode([token], skip_special_tokens=False)
+
     def _id(self, name: str) -> int | None:
         text = self._special.get(name)
         return None if text is None else self._fast.token_to_id(text)
@@ -130,6 +134,10 @@ class NoTokenizer:
     def push(self, token: int) -> str:  # noqa: ARG002 - the interface of TextStream
         """No text."""
         return ""
+
+    def token_text(self, token: int) -> str:
+        """No text."""
+        return self.push(token)
 
 
 def _load(path: Path) -> FastTokenizer:

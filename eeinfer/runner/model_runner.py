@@ -10,12 +10,13 @@ from torch import Tensor
 
 from eeinfer.core.plan import Complete, Draw, Outcome, Pass, Plan, Prefill, Row, Span, Verdict
 from eeinfer.core.readiness import Readiness
+from eeinfer.core.request import TokenLogprob
 from eeinfer.exits.check import Checked, Exit
 from eeinfer.exits.completion import complete
 from eeinfer.model.decoder import Decoder
 from eeinfer.runner.memory import zeros
 from eeinfer.runner.row_pool import CacheShape, RowPool, padded
-from eeinfer.runner.sampler import sample
+from eeinfer.runner.sampler import sample, token_logprobs
 from eeinfer.runner.span_tokens import SpanTokens
 
 
@@ -123,13 +124,15 @@ class ModelRunner:
         thresholds = exit_.thresholds(plan.rows)
         leaving = plan.rule.leaving(confidences, thresholds, plan.flagged)
         indices = [i for i, leaves in enumerate(leaving) if leaves]
-        tokens = dict(zip(indices, self._exit_tokens(exit_, checked, hidden, plan.rows, indices), strict=True))
+        picked, told = self._exit_tokens(exit_, checked, hidden, plan.rows, indices)
+        tokens = dict(zip(indices, picked, strict=True))
         return tuple(
             Verdict(
                 token=tokens.get(i),
                 confidence=confidence,
                 ready=confidence >= threshold,
                 failed=isnan(confidence),
+                logprobs=told.get(i),
             )
             for i, (confidence, threshold) in enumerate(zip(confidences, thresholds, strict=True))
         )
@@ -143,14 +146,16 @@ class ModelRunner:
 
     def _exit_tokens(
         self, exit_: Exit, checked: Checked, hidden: Tensor, rows: Sequence[Row], leaving: list[int]
-    ) -> list[int]:
+    ) -> tuple[list[int], dict[int, tuple[TokenLogprob, ...]]]:
+        """Tokens of the rows that leave, and by row the log-probabilities that were asked for."""
         if not leaving:
-            return []
+            return [], {}
         index = torch.tensor(leaving, device=hidden.device)
         draws = [rows[i].draw for i in leaving]
-        if checked.logits is None or checked.argmax is None:
-            return sample(exit_.head.logits(hidden[index]), draws).tolist()
-        return sample(checked.logits[index], draws, checked.argmax[index]).tolist()
+        logits = exit_.head.logits(hidden[index]) if checked.logits is None else checked.logits[index]
+        tokens = sample(logits, draws, None if checked.argmax is None else checked.argmax[index])
+        told = token_logprobs(logits, draws, tokens)
+        return tokens.tolist(), {leaving[i]: logprobs for i, logprobs in told.items()}
 
     def _complete(self, plan: Complete) -> None:
         for stage in sorted(set(plan.stages)):
@@ -200,5 +205,9 @@ class ModelRunner:
         largest, argmax = self.decoder.largest(logits)
         tokens = sample(logits, draws, argmax)
         failed = ~largest.isfinite()
+        told = token_logprobs(logits, draws, tokens)
         packed = torch.stack((tokens, failed.to(tokens.dtype)), dim=1)  # one copy to the host
-        return tuple(Verdict(None if bad else token, failed=bool(bad)) for token, bad in packed.tolist())
+        return tuple(
+            Verdict(None if bad else token, failed=bool(bad), logprobs=told.get(i))
+            for i, (token, bad) in enumerate(packed.tolist())
+        )
