@@ -246,7 +246,7 @@ MODELS: list[tuple[str, Spoil, Sequence[str]]] = [
         ["config.json", "'MyModel'", "known are LlamaForCausalLM", "auto_map) is never run"],
     ),
     ("architecture", config(architectures=["BertModel"]), ["config.json", "BertModel", "Qwen2ForCausalLM"]),
-    ("RoPE kind", config(rope_scaling={"type": "yarn", "factor": 2}), ["config.json", "'yarn'", "known are", "llama3"]),
+    ("RoPE kind", config(rope_scaling={"type": "spiral", "factor": 2}), ["config.json", "'spiral'", "known are", "llama3"]),
     ("activation", config(hidden_act="gelu"), ["config.json", "hidden_act is 'gelu'", "'silu'"]),
     ("no JSON", content(lambda _: b"{", "config.json"), ["config.json: cannot be read as JSON", "fetch the model"]),
     ("missing key", lambda f: (f / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}'), [
@@ -339,9 +339,10 @@ def answered(model: Path) -> Answered:
     symbols = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
     def answer(data: bytes, *stop: str) -> tuple[str, bool]:
-        found = _Answer(tokenizer.stream(), stop)
+        request = Request("bytes", prompt_token_ids=(1,), sampling=SamplingParams(stop=stop))
+        found = _Answer(tokenizer.stream(), request)
         tokens = [tokenizer._fast.token_to_id(symbols[byte]) for byte in data]
-        return (found.text, True) if any(found.push(token) for token in tokens) else (found.text, False)
+        return (found.text, True) if any(found.push(token, ends=False) for token in tokens) else (found.text, False)
 
     return answer
 

@@ -216,6 +216,10 @@ def test_show_says_where_values_come_from_with_every_layer_in_play(
         "max_tokens": "--set",
         "temperature": "built-in default",
         "seed": "built-in default",
+        **dict.fromkeys(
+            ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+            "built-in default",
+        ),
     }
     alone = run("config", "show", "--origin", "--no-config", "-m", model)
     assert not {str(user), str(shared)} & set(alone.out.split())

@@ -13,6 +13,7 @@ import torch
 from fake_llm import Run, runner
 from tiny import VARIANTS, load_decoder
 
+from eeinfer.engine.build import locate
 from eeinfer.exits.files import TENSORS_NAME, Base, HeadsFile, save_heads
 from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec
@@ -24,7 +25,9 @@ from eeinfer.model.weights import stored
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return runner(monkeypatch, capsys)
+    found = runner(monkeypatch, capsys)
+    monkeypatch.setattr("eeinfer.engine.inspection.locate", locate)  # no stand-in for models that are not there
+    return found
 
 
 @pytest.fixture

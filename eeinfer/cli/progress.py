@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,20 +12,21 @@ from eeinfer.cli.verbosity import is_quiet
 if TYPE_CHECKING:
     from rich.console import Console
 
-Update = Callable[[str, int, int], None]  # label, done, total
+    from eeinfer.model.gguf_import import Progress
 
 
 @contextmanager
-def progress_bars(console: Console) -> Iterator[Update]:
+def progress_bars(console: Console) -> Iterator[Progress]:
     """A bar for each label on a terminal, else one plain line when a label begins and one when it is done."""
     if is_quiet() or not console.is_terminal:
         yield _plain()
         return
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console) as bars:
+    with Bars(*columns, console=console) as bars:
 
         def update(label: str, done: int, total: int) -> None:
             if label not in tasks:
@@ -35,7 +36,7 @@ def progress_bars(console: Console) -> Iterator[Update]:
         yield update
 
 
-def _plain() -> Update:
+def _plain() -> Progress:
     said: set[str] = set()
 
     def update(label: str, done: int, total: int) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eeinfer.errors import ModelError
 from eeinfer.model.folder import CONFIG_FILE, INDEX_FILE, PICKLE_SUFFIXES, WEIGHTS_FILE, read_json
+from eeinfer.model.gguf_import import Progress, import_gguf
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Progress = Callable[[str, int, int], None]  # label, done, total
 
 PICKLE_FILE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # What is copied beside the weights: configs, tokenizers and chat templates.
@@ -44,8 +42,6 @@ def convert(source: Path, target: Path, *, dtype: str, progress: Progress) -> No
         if source.is_dir():
             _convert_pickles(source, made, progress)
         else:
-            from eeinfer.model.gguf_import import import_gguf
-
             import_gguf(source, made, dtype=dtype, progress=progress)
         if target.exists():
             target.rmdir()
