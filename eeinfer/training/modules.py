@@ -63,7 +63,7 @@ class TrainableGate(nn.Module):
         super().__init__()
         self.spec, self.eps = spec, eps
         self.draw = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterDict({name.replace(".", "/"): tensor for name, tensor in tensors.items()})
+        self.weights = nn.ParameterDict({name.replace(".", "/"): tensor.clone() for name, tensor in tensors.items()})
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, d] to logits [n]."""
