@@ -246,7 +246,7 @@ MODELS: list[tuple[str, Spoil, Sequence[str]]] = [
         ["config.json", "'MyModel'", "known are LlamaForCausalLM", "auto_map) is never run"],
     ),
     ("architecture", config(architectures=["BertModel"]), ["config.json", "BertModel", "Qwen2ForCausalLM"]),
-    ("RoPE kind", config(rope_scaling={"type": "spiral", "factor": 2}), ["config.json", "'spiral'", "known are", "llama3"]),
+    ("RoPE kind", config(rope_scaling={"type": "spiral", "factor": 2}), ["config.json", "'spiral'", "llama3"]),
     ("activation", config(hidden_act="gelu"), ["config.json", "hidden_act is 'gelu'", "'silu'"]),
     ("no JSON", content(lambda _: b"{", "config.json"), ["config.json: cannot be read as JSON", "fetch the model"]),
     ("missing key", lambda f: (f / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}'), [
