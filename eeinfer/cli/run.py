@@ -16,6 +16,7 @@ from eeinfer.cli.meter import Meter
 from eeinfer.cli.options import Resolver, note
 from eeinfer.cli.show import DepthPainter, shows_colours
 from eeinfer.cli.summary import RunFigures
+from eeinfer.cli.verbosity import is_quiet
 from eeinfer.core.request import Request, RequestOutput
 from eeinfer.engine.journal import Journal
 from eeinfer.engine.prompt_file import LineError, error_line
@@ -155,7 +156,8 @@ class Run:
             num_layers=self._num_layers,
             depths=self._writer.depths,
         )
-        figures.print(Console(stderr=True))
+        if not is_quiet():
+            figures.print(Console(stderr=True))
         if file is not None:
             file.write_text(json.dumps(figures.to_json(), indent=2) + "\n", encoding="utf-8")
 
