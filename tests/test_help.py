@@ -158,7 +158,7 @@ def test_quiet_silences_notices_and_never_errors(run: Run, before: list[str], af
     assert "answered" in usual.err
     quiet = run(*before, "generate", "--prompts", "-", *after, stdin=BAD)
     assert (quiet.code, quiet.out) == (usual.code, usual.out) == (1, usual.out)
-    assert quiet.err == "1 of 2 prompts failed; the first: line-2: the prompt is too long\n"
+    assert quiet.err == "1 of 2 prompts failed; the first: standard input, line 2: line-2: the prompt is too long\n"
     assert run(*before, "generate", "--batch", "0", *after).err.startswith("error: argument: batching.max_num_seqs")
     assert run("generate", "--prompts", "-", stdin=BAD).err == usual.err  # the next run speaks again
 
