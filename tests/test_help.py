@@ -155,7 +155,7 @@ BAD = '{"prompt": "a b"}\n{"prompt": "fail"}\n'
 def test_quiet_silences_notices_and_never_errors(run: Run, before: list[str], after: list[str]) -> None:
     usual = run("generate", "--prompts", "-", stdin=BAD)
     assert usual.err.startswith("loaded\n")
-    assert "requests " in usual.err
+    assert "answered" in usual.err
     quiet = run(*before, "generate", "--prompts", "-", *after, stdin=BAD)
     assert (quiet.code, quiet.out) == (usual.code, usual.out) == (1, usual.out)
     assert quiet.err == "1 of 2 prompts failed; the first: standard input, line 2: line-2: the prompt is too long\n"
