@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parent.parent
-EXITS = {18, 21, 24, 27, 30}
+EXITS = {18, 21, 24, 26, 28, 30}
 
 
 def eeinfer(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:

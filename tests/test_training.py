@@ -304,7 +304,7 @@ def test_layers_saved_by_hand() -> None:
 def test_costs_are_shares_of_a_layer(tiny_decoder: Callable[..., Decoder]) -> None:
     decoder = tiny_decoder("gqa")
     layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48
-    specs = (ExitSpec(2, "linear", gate=8), ExitSpec(4, "norm"))
+    specs = (ExitSpec(2, "linear", gate=GateSpec(8)), ExitSpec(4, "norm"))
     own = tuple({n: torch.zeros(s) for n, s in spec.tensor_shapes(32, 272).items()} for spec in specs)
     found = costs_of(decoder, HeadsFile(specs, own))
     assert found.vocabulary == pytest.approx(272 * 32 / layer)
