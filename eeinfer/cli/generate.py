@@ -11,6 +11,7 @@ import typer
 
 from eeinfer.cli.options import Resolver, note, takes_settings
 from eeinfer.cli.verbosity import log
+from eeinfer.errors import EeinferError
 
 
 @takes_settings()
@@ -71,7 +72,7 @@ def generate(
             run.answer()
             run.publish()
         except BaseException:
-            with suppress(OSError):  # what went wrong first is what counts
+            with suppress(OSError, EeinferError):  # what went wrong first is what counts
                 run.report(figures_file)
             raise
         run.report(figures_file)
