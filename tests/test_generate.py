@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from fake_llm import ROOT, FakeLLM, FakeStats, Run, runner
 from rich.console import Console
 
+from eeinfer.cli.prompt_source import prompt_source
 from eeinfer.cli.show import SCALE, DepthPainter, shows_colours
 from eeinfer.core.request import FinishReason, RequestOutput, TokenRecord
+from eeinfer.errors import EeinferError
 
 
 @pytest.fixture
@@ -182,6 +185,18 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(run: Run, prompts: 
     assert f"the settings go to {tmp_path / 'b.jsonl.settings.toml'}, which is a folder; move it" in ended.err
     assert prompts.read_bytes() == content
     assert FakeLLM.built == []
+
+
+def test_standard_error_may_be_closed(run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert run("generate", "--prompts", prompts, "-o", tmp_path / "a.jsonl").code == 1
+    assert len((tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_standard_input_that_is_closed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(EeinferError, match="standard input is closed; name a file"):
+        prompt_source("-")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is played by a device of Linux")
