@@ -117,7 +117,7 @@ def _located(real: Callable[..., Any], settings: ModelSettings, note: Callable[[
     except ModelError:
         base, config = SimpleNamespace(fingerprint=f"sha256:of-{settings.name}"), SimpleNamespace(num_layers=30)
         config.dtype = "bfloat16"
-        return SimpleNamespace(packaged_settings=None, base=base, config=config, heads=None)
+        return SimpleNamespace(folder=None, packaged_settings=None, base=base, config=config, heads=None)
 
 
 class Ended(NamedTuple):

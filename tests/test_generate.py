@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from fake_llm import ROOT, FakeLLM, FakeStats, Run, runner
 from rich.console import Console
 
+from eeinfer.cli.prompt_source import prompt_source
 from eeinfer.cli.show import SCALE, DepthPainter, shows_colours
 from eeinfer.core.request import FinishReason, RequestOutput, TokenRecord
+from eeinfer.errors import EeinferError
 
 
 @pytest.fixture
@@ -160,22 +163,48 @@ def test_an_output_file_appears_whole_with_its_settings(run: Run, prompts: Path,
 def test_an_output_that_cannot_be_is_refused_before_any_work(run: Run, prompts: Path, tmp_path: Path) -> None:
     content = prompts.read_bytes()
     (tmp_path / "link.jsonl").symlink_to(prompts)
+    (tmp_path / "round.jsonl").symlink_to("round.jsonl")
     for output, message in [
         (prompts, "this is the prompt file; name another"),
         (tmp_path / "link.jsonl", "this is the prompt file; name another"),
         (tmp_path, "this is a folder; name a file in it"),
         (tmp_path / "none" / "a.jsonl", "does not exist; create it first"),
+        (tmp_path / "round.jsonl", "Too many levels of symbolic links; name another file"),
+        (tmp_path / ("n" * 300), "File name too long; name another file"),
     ]:
         for option in ("--output", "--stats"):
             ended = run("generate", "--prompts", prompts, option, output)
             assert ended.code == 2
             assert f"{option} {output}: " in ended.err
             assert message in ended.err
-    for name in ("a.jsonl", "a.jsonl.journal"):
+    for name in ("a.jsonl", "a.jsonl.journal", "a.jsonl.settings.toml"):
         ended = run("generate", "--prompts", prompts, "-o", tmp_path / "a.jsonl", "--stats", tmp_path / name)
         assert "the answers go to this file; name another" in ended.err
+    (tmp_path / "b.jsonl.settings.toml").mkdir()
+    ended = run("generate", "--prompts", prompts, "-o", tmp_path / "b.jsonl")
+    assert f"the settings go to {tmp_path / 'b.jsonl.settings.toml'}, which is a folder; move it" in ended.err
     assert prompts.read_bytes() == content
     assert FakeLLM.built == []
+
+
+def test_standard_error_may_be_closed(run: Run, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert run("generate", "--prompts", prompts, "-o", tmp_path / "a.jsonl").code == 1
+    assert len((tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_standard_input_that_is_closed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(EeinferError, match="standard input is closed; name a file"):
+        prompt_source("-")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is played by a device of Linux")
+@pytest.mark.parametrize("option", ["--output", "--stats"])
+def test_a_full_disk_is_named(run: Run, prompts: Path, option: str) -> None:
+    ended = run("generate", "--prompts", prompts, option, "/dev/full")
+    assert ended.code == 2
+    assert "/dev/full: cannot be written: No space left on device" in ended.err
 
 
 def test_a_pipe_is_written_to_and_not_replaced(run: Run, tmp_path: Path) -> None:

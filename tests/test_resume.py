@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fake_llm import ROOT, FakeLLM, Run, runner
+from tiny import write_model
 
 from eeinfer import LLM, Request, SamplingParams
 from eeinfer.cli.app import INTERRUPTED, main
@@ -42,14 +43,16 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Ctrl-C, pressed so often, after so many answers."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a script
 
     def plan(after: int | None, times: int = 1) -> None:
         monkeypatch.setattr(FakeLLM, "interrupt_after", after)
         monkeypatch.setattr(FakeLLM, "interrupts", times)
 
-    return plan
+    yield plan
+    signal.signal(signal.SIGINT, before)
 
 
 def ids(path: Path) -> list[str]:
@@ -203,6 +206,23 @@ def test_resume_with_anything_else_is_refused_before_the_model_is_loaded(
     assert f"--resume: {output}.journal was made by another run: " in ended.err
     assert len(FakeLLM.built) == 1
     assert Path(f"{output}.journal").read_bytes() == content
+
+
+def test_resume_with_another_tokenizer_or_template_is_refused(
+    run: Run, prompts: Path, tmp_path: Path, stop: Callable[..., None]
+) -> None:
+    model, output = write_model(tmp_path / "model", "gqa"), tmp_path / "answers.jsonl"
+    command = ("generate", "-m", model, "--strategy", "full", "--prompts", prompts, "-o", output)
+    stop(1)
+    assert run(*command).code == 130
+    stop(None)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    ended = run(*command, "--resume")
+    assert ended.code == 2
+    assert 'another run: files chat_template.jinja was null, is "sha256:' in ended.err
+    (model / "chat_template.jinja").unlink()
+    assert run(*command, "--resume").code == 1, "all are answered, one failed"
+    assert len(ids(output)) == 5
 
 
 def test_resume_needs_a_file_and_says_when_there_is_nothing(run: Run, prompts: Path, tmp_path: Path) -> None:

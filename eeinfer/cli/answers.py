@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from rich.text import Text
 
 from eeinfer.cli.meter import Meter
+from eeinfer.cli.output import told
 from eeinfer.cli.show import DepthPainter
 from eeinfer.core.request import BatchCall, RequestOutput
 from eeinfer.engine.answer_outcome import outcome_of
@@ -109,7 +110,9 @@ class AnswerWriter:
         line, text = written
         with self.meter.hidden():
             if self.stream:
-                self.stream.write(encode_line(line))
-                self.stream.flush()
+                with told(getattr(self.stream, "name", "standard output")):
+                    self.stream.write(encode_line(line))
+                    self.stream.flush()
             if self.console:
-                self.console.print(text, soft_wrap=not self.console.is_terminal, highlight=False)
+                with told("standard output"):
+                    self.console.print(text, soft_wrap=not self.console.is_terminal, highlight=False)

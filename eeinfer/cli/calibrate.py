@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
 from eeinfer.cli.options import Resolver, note, takes_settings
+from eeinfer.cli.prompt_source import prompt_source
 
 if TYPE_CHECKING:
     from eeinfer.calibration.result import Aim, Result
@@ -149,7 +149,7 @@ def _prompts(text: str | None) -> Path | BinaryIO:
     if text is None:
         note("no --prompts given: calibrating on the packaged ones")
         return PACKAGED_PROMPTS
-    return sys.stdin.buffer if text == "-" else Path(text)
+    return prompt_source(text)
 
 
 def _path_prompts(text: str) -> float | Path:

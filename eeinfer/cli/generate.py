@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,9 @@ from typing import Annotated
 import typer
 
 from eeinfer.cli.options import Resolver, note, takes_settings
+from eeinfer.cli.prompt_source import prompt_source
 from eeinfer.cli.verbosity import log
+from eeinfer.errors import EeinferError
 
 
 @takes_settings()
@@ -61,8 +62,8 @@ def generate(
     source = PACKAGED_PROMPTS if prompts is None else Path(prompts)
     target = output_path(output, source, resume=resume)
     figures_file = None if stats is None else stats_path(stats, source, target)
-    stream = sys.stdin.buffer if prompts == "-" else source
-    entries = read_prompt_file(stream, limit=num_prompts, model=settings.model.name)
+    lines_in = source if prompts is None else prompt_source(prompts)
+    entries = read_prompt_file(lines_in, limit=num_prompts, model=settings.model.name)
     with open_output(target, resume=resume) as out:
         lines = None if show_exits and target is None else out
         run = Run(entries, resolve, lines, token_details=token_details, show_exits=show_exits)
@@ -71,7 +72,7 @@ def generate(
             run.answer()
             run.publish()
         except BaseException:
-            with suppress(OSError):  # what went wrong first is what counts
+            with suppress(OSError, EeinferError):  # what went wrong first is what counts
                 run.report(figures_file)
             raise
         run.report(figures_file)

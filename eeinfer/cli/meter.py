@@ -29,7 +29,8 @@ class Meter:
         self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=4)
         self._task = self._bar.add_task("", total=total, pace="")
         # FORCE_COLOR makes no terminal of a log file.
-        self._wanted = sys.stderr.isatty() and console.is_interactive and not is_quiet()
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._wanted = terminal and console.is_interactive and not is_quiet()
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from eeinfer.cli.answers import AnswerWriter
 from eeinfer.cli.interrupt import Interrupts
 from eeinfer.cli.meter import Meter
 from eeinfer.cli.options import Resolver, note
+from eeinfer.cli.output import settings_path, told
 from eeinfer.cli.show import DepthPainter, shows_colours
 from eeinfer.cli.summary import RunFigures
 from eeinfer.cli.verbosity import is_quiet
@@ -137,12 +138,16 @@ class Run:
         bad = {i: error_line(entry) for i, entry in enumerate(self._entries) if isinstance(entry, LineError)}
         self._journal.publish(len(self._entries), bad)
         if self._resolve.latest:
-            target = self._journal.target
-            settings = target.with_name(f"{target.name}.settings.toml")
-            settings.write_text(self._resolve.latest.to_toml(), encoding="utf-8")
+            settings = settings_path(self._journal.target)
+            with told(f"the answers are in {self._journal.target}, but {settings}"):
+                settings.write_text(self._resolve.latest.to_toml(), encoding="utf-8")
 
     def report(self, file: Path | None) -> None:
-        """Print the figures of what was done, and write them to `file`, if anything was."""
+        """Print the figures of what was done, and write them to `file`, if anything was.
+
+        Raises:
+            EeinferError: the file cannot be written.
+        """
         if self._writer is None:
             return
         figures = RunFigures(
@@ -159,7 +164,8 @@ class Run:
         if not is_quiet():
             figures.print(Console(stderr=True))
         if file is not None:
-            file.write_text(json.dumps(figures.to_json(), indent=2) + "\n", encoding="utf-8")
+            with told(f"--stats {file}"):
+                file.write_text(json.dumps(figures.to_json(), indent=2) + "\n", encoding="utf-8")
 
     def _new_writer(self, meter: Meter) -> AnswerWriter:
         console, exits = self._console, self._llm.exits if self._llm else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from eeinfer.cli.options import Resolver, note, takes_settings
+from eeinfer.cli.prompt_source import prompt_source
 from eeinfer.training.options import Kind, Options
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def tune_heads(
     recipe = _given(zip(names, values, strict=True)) | _given([("full_vocabulary_share", full_vocabulary_share)])
     further = _given([("work", work), ("judge", judge), ("resume", resume)])
     common: dict[str, Any] = {
-        "prompts": sys.stdin.buffer if prompts == "-" else PACKAGED_PROMPTS if prompts is None else Path(prompts),
+        "prompts": PACKAGED_PROMPTS if prompts is None else prompt_source(prompts),
         "exits": _layers(exits, method),
         "output": output,
         "num_prompts": num_prompts,
