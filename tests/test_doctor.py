@@ -16,6 +16,7 @@ from eeinfer.engine import machine
 from eeinfer.engine.engine import Engine
 from eeinfer.engine.self_test import SelfTest, self_test
 from eeinfer.model import decoder
+from eeinfer.ops.native.library import Unavailable
 from eeinfer.runner import model_runner
 
 
@@ -116,6 +117,21 @@ def test_what_is_wrong_is_found_and_told(run: Run, monkeypatch: pytest.MonkeyPat
     assert "request 3: 1@2 for 5@6" in problems(run)["self-test"]
     ended = run("doctor")
     assert "FAIL  self-test" in ended.out
+
+
+@pytest.mark.usefixtures("healthy")
+def test_the_backend_is_the_one_of_the_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(_: Path) -> None:
+        raise Unavailable("no compiler")
+
+    monkeypatch.setattr("eeinfer.engine.doctor.load", unavailable)
+    assert problems(run, "--device", "cpu") == {}
+    wrong = "model.kernels is native: no compiler; use auto or torch"
+    asked = ("--device", "cpu", "--set", "model.kernels=native")
+    assert problems(run, *asked) == {"attention backend": wrong, "linear backend": wrong}
+    out = run("doctor", "--device", "cpu", "--set", "model.kernels=torch").out
+    assert "no compiler" not in out
+    assert out.count("model.kernels is torch") == 2
 
 
 def test_an_installation_that_does_not_load_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
@@ -275,6 +276,49 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with pytest.raises(Unavailable, match=r"c\+\+ failed: kernels.cpp:1: error: no headers"):
         library.load(tmp_path / "built")
     assert list((tmp_path / "built").iterdir()) == [], "nothing half made stays"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (None, "CXX=.*not a program here; set it to a C\\+\\+ compiler"),
+        ("exit 1", "failed: it ended with 1 and said nothing"),
+        ("exit 0", "cannot be made or loaded"),
+    ],
+)
+def test_a_cxx_that_compiles_nothing_is_named(
+    script: str | None, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "c++"
+    if script is not None:
+        program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        program.chmod(0o755)
+    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS)
+    monkeypatch.setenv("CXX", str(program))
+    with pytest.raises(Unavailable, match=why) as caught:
+        library.load(tmp_path / "built")
+    assert caught.value.fixable
+    assert not list((tmp_path / "built").glob("*")), "nothing that cannot be loaded stays"
+
+
+def test_cxx_may_hold_arguments_and_a_damaged_library_is_built_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program, some_library = tmp_path / "c++", Path(_ctypes.__file__)
+    # Stands for a compiler: it "builds" a library that is there, and keeps its arguments.
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/arguments\nfor last; do :; done\ncp {some_library} "$last"\n',
+        encoding="utf-8",
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS)
+    monkeypatch.setenv("CXX", f"{program} --with arguments")
+    kept = tmp_path / f"kernels-{library._digest(library.compiler())}.so"
+    kept.write_bytes(b"half")
+    library.load(tmp_path)
+    (call,) = (tmp_path / "arguments").read_text(encoding="utf-8").splitlines()
+    assert call.split()[:2] == ["--with", "arguments"]
+    assert kept.read_bytes() == some_library.read_bytes()
 
 
 def test_a_cpu_without_the_instructions_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

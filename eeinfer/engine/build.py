@@ -162,6 +162,8 @@ def new_decoder(
             raise ConfigError(f"model.kernels = 'native': {why}; use auto or torch") from None
         if why.fixable:
             note(f"torch computes the layers, some two to four times slower than native kernels would: {why}")
+        else:
+            log.debug("torch computes the layers: %s", why)
         return Decoder(config, weights)
 
 

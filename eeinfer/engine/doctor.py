@@ -48,10 +48,11 @@ def findings(resolve: Callable[[], Loaded]) -> Iterator[Finding]:
         resolve: loads the settings. When they are bad, that is a finding too, and the rest takes the default device.
     """
     try:
-        device_name = resolve().settings.model.device
+        model = resolve().settings.model
+        device_name, kernels = model.device, model.kernels
         yield Finding("settings", "valid; `eeinfer config show --origin` shows them")
     except EeinferError as error:
-        device_name = "auto"
+        device_name = kernels = "auto"
         yield Finding("settings", "not valid", str(error))
     found = versions()
     yield Finding("versions", ", ".join(f"{name} {number or '-'}" for name, number in found.items()), facts=found)
@@ -63,7 +64,7 @@ def findings(resolve: Callable[[], Loaded]) -> Iterator[Finding]:
         return
     yield _device(device, device_name)
     yield _memory(device)
-    yield from _backends(device)
+    yield from _backends(device, kernels)
     here = compilers()
     text = "; ".join(f"{name}: {line}" for name, line in here.items())
     yield Finding("compilers", text or "none found; native kernels need a C++ compiler", facts=dict(here))
@@ -97,22 +98,26 @@ def _memory(device: torch.device) -> Finding:
     return Finding("memory", f"{free / 2**30:.1f} GiB free on {device}", problem, {"free_bytes": free})
 
 
-def _backends(device: torch.device) -> Iterator[Finding]:
-    """What computes attention and linear layers on `device`."""
+def _backends(device: torch.device, asked: str) -> Iterator[Finding]:
+    """What computes attention and linear layers on `device`, with `model.kernels` as `asked`."""
     kernels = {
         "attention": "scaled_dot_product_attention on gathered KV blocks",
         "linear": "torch.nn.functional.linear",
     }
-    backend, why = ("torch", "the only backend of this version on CUDA") if device.type == "cuda" else _cpu_backend()
-    below = "CUDA libraries" if device.type == "cuda" else _cpu_libraries()
+    on_cuda = device.type == "cuda"
+    backend, why = ("torch", "the only backend of this version on CUDA") if on_cuda else _cpu_backend(asked)
+    problem = f"model.kernels is native: {why}; use auto or torch" if backend == "torch" and asked == "native" else None
+    below = "CUDA libraries" if on_cuda else _cpu_libraries()
     for name, kernel in kernels.items():
         reference = f"torch ({kernel}; {below})"
         text = reference if backend == "torch" else f"native kernels, and {reference} for what they do not know"
-        yield Finding(f"{name} backend", f"{text}: {why}", facts={"backend": backend, "why": why})
+        yield Finding(f"{name} backend", f"{text}: {why}", problem, {"backend": backend, "why": why})
 
 
-def _cpu_backend() -> tuple[str, str]:
-    """What `--kernels auto` takes for models in bfloat16 on this CPU, and why."""
+def _cpu_backend(asked: str) -> tuple[str, str]:
+    """What computes models in bfloat16 on this CPU, with `model.kernels` as `asked`, and why."""
+    if asked == "torch":
+        return "torch", "model.kernels is torch"
     try:
         load(store.home() / NATIVE_FOLDER)
     except Unavailable as why:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from functools import cache
@@ -43,10 +44,20 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
-def compiler() -> str | None:
-    """Path of the C++ compiler: `$CXX`, or the first of the usual names."""
-    names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
-    return next((path for name in names if (path := shutil.which(name))), None)
+def compiler() -> tuple[str, ...]:
+    """The C++ compiler, its path first: `$CXX`, which may hold arguments, or the first of the usual names.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    if asked := os.environ.get("CXX"):
+        words = asked.split()
+        if not words or (path := shutil.which(words[0])) is None:
+            raise Unavailable(f"CXX={shlex.quote(asked)} is not a program here; set it to a C++ compiler", fixable=True)
+        return (path, *words[1:])
+    if found := next((path for name in COMPILERS if (path := shutil.which(name))), None):
+        return (found,)
+    raise Unavailable("there is no C++ compiler; install g++ or set CXX", fixable=True)
 
 
 def load(folder: Path) -> ctypes.CDLL:
@@ -64,16 +75,23 @@ def load(folder: Path) -> ctypes.CDLL:
 
 @cache
 def _load(folder: Path) -> ctypes.CDLL:
-    found = compiler()
-    if found is None:
-        raise Unavailable("there is no C++ compiler; install g++ or set CXX", fixable=True)
-    path = folder / f"kernels-{_digest(found)}.so"
+    command = compiler()
+    path = folder / f"kernels-{_digest(command)}.so"
     try:
-        if not path.exists():
-            _build(found, path)
+        if path.exists() and (kept := _opened(path)):
+            return kept
+        _build(command, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(f"{path} cannot be made or loaded: {error}", fixable=True) from None
+
+
+def _opened(path: Path) -> ctypes.CDLL | None:
+    """The library that is there; None if it is damaged, as after a full disk, and has to be built again."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
 
 
 def _flags() -> tuple[str, ...]:
@@ -81,25 +99,27 @@ def _flags() -> tuple[str, ...]:
     return (*FLAGS, *os.environ.get("CXXFLAGS", "").split())
 
 
-def _digest(compiler_path: str) -> str:
-    about = sha256(" ".join((*_flags(), compiler_path)).encode())
-    about.update(str(Path(compiler_path).resolve().stat().st_size).encode())
+def _digest(command: tuple[str, ...]) -> str:
+    about = sha256(" ".join((*_flags(), *command)).encode())
+    about.update(str(Path(command[0]).resolve().stat().st_size).encode())
     for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         about.update(source.read_bytes())
     return about.hexdigest()[:16]
 
 
-def _build(compiler_path: str, path: Path) -> None:
+def _build(compiler_command: tuple[str, ...], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Two processes may build at once: each writes a file of its own, and the last to rename wins.
     with NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
         target = Path(file.name)
     try:
-        command = [compiler_path, *_flags(), str(SOURCES / "kernels.cpp"), "-o", str(target)]
+        command = [*compiler_command, *_flags(), str(SOURCES / "kernels.cpp"), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own sources
         if done.returncode:
             last = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-            raise Unavailable(f"{compiler_path} failed: {last}", fixable=True)
+            told = last or f"it ended with {done.returncode} and said nothing"
+            raise Unavailable(f"{compiler_command[0]} failed: {told}", fixable=True)
+        ctypes.CDLL(str(target))  # before it gets its name: what cannot be loaded is not kept
         target.chmod(0o755)
         target.replace(path)
     finally:
