@@ -20,7 +20,11 @@ from eeinfer.errors import EeinferError
 
 ROOT = Path(__file__).parent.parent
 HEADER: dict[str, Any] = {"version": "1", "prompts": {"count": 3, "hash": "a"}, "config": {"a.b": 1.5, "c.d": None}}
-LINES = [{"id": "a", "text": "é\u2028\x00"}, {"id": "b", "error": "x"}, {"id": "c", "text": "", "n": 0.1}]
+LINES = [
+    {"id": "a", "text": "é\u2028\x00", "finish_reason": "stop"},
+    {"id": "b", "error": "x"},
+    {"id": "c", "text": "", "finish_reason": "length", "n": 0.1},
+]
 
 
 @pytest.fixture
@@ -128,7 +132,7 @@ def test_wherever_a_record_is_torn_the_whole_ones_before_it_count(target: Path, 
 def test_a_damaged_record_in_the_middle_is_named(target: Path) -> None:
     path = interrupted(target, [0, 1, 2])
     lines = path.read_bytes().splitlines(keepends=True)
-    for bad in (b"{\n", b"[]\n", b'{"place": "0", "line": {}}\n', b'{"place": 1}\n'):
+    for bad in (b"{\n", b"[]\n", b'{"place": "0", "line": {}}\n', b'{"place": 1}\n', b'{"place": 1, "line": {}}\n'):
         path.write_bytes(b"".join([*lines[:2], bad, *lines[3:]]))
         refused(target, resume=True, match=r"journal, line 3: the record is damaged; remove the line")
 

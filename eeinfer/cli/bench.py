@@ -117,6 +117,7 @@ bench = typer.Typer(
     "model.heads",
     "model.dtype",
     "model.device",
+    "model.kernels",
     "exits.measure",
     "exits.completion",
     "cache.num_blocks",

@@ -64,6 +64,7 @@ Force = Annotated[bool, typer.Option("--force", help="Even if the heads were tun
     "model.heads",
     "model.dtype",
     "model.device",
+    "model.kernels",
     "exits.measure",
     "exits.decay",
     "exits.completion",

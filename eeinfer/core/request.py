@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+from reprlib import repr as brief
 from sys import float_info
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
         _is_number(t, int) and t >= 0 and _is_number(b, float) and abs(b) <= _BIAS for t, b in bias.items()
     )
     if not whole or len(bias) < len(value) or not pairs_hold:
-        raise RequestError(f"logit_bias is {value!r}; it must map token ids to numbers from -{_BIAS} to {_BIAS}")
+        raise RequestError(f"logit_bias is {brief(value)}; it must map token ids to numbers from -{_BIAS} to {_BIAS}")
     return bias
 
 

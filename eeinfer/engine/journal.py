@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
+from eeinfer.engine.answer_outcome import outcome_of
 from eeinfer.errors import EeinferError
 
 FORMAT = "eeinfer_journal"
@@ -225,7 +226,13 @@ def _torn_header(raw: bytes) -> bool:
 
 
 def _is_answer(record: Mapping[str, Any]) -> bool:
-    return type(record.get("place")) is int and isinstance(record.get("line"), dict)
+    if type(record.get("place")) is not int or record["place"] < 0 or not isinstance(record.get("line"), dict):
+        return False
+    try:
+        outcome_of(record["line"])
+    except (AttributeError, KeyError, TypeError):  # edited by hand
+        return False
+    return True
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
