@@ -16,7 +16,7 @@ from eeinfer.engine import machine
 from eeinfer.engine.engine import Engine
 from eeinfer.engine.self_test import SelfTest, self_test
 from eeinfer.model import decoder
-from eeinfer.ops.native.library import Unavailable
+from eeinfer.ops.native.build import Unavailable
 from eeinfer.runner import model_runner
 
 

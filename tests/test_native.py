@@ -22,9 +22,9 @@ from eeinfer.model.families import ModelConfig
 from eeinfer.model.native import native
 from eeinfer.model.random_weights import random_weights
 from eeinfer.ops.logit_stats import logit_stats
-from eeinfer.ops.native import library
+from eeinfer.ops.native import build
+from eeinfer.ops.native.build import Unavailable
 from eeinfer.ops.native.kernels import HEAD_SIZES, NativeStats, PackedLinear
-from eeinfer.ops.native.library import Unavailable
 from eeinfer.ops.token_batch import TokenBatch
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 def built(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The library, built by this machine's compiler."""
     try:
-        return library.load(tmp_path_factory.getbasetemp() / "native")
+        return build.load(tmp_path_factory.getbasetemp() / "native")
     except Unavailable as why:
         pytest.skip(f"no native kernels here: {why}")
 
@@ -259,11 +259,11 @@ def test_other_number_types_stay_with_torch(tiny_model: Callable[[str], Path], m
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS)
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.CPU_FLAGS)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(Unavailable, match=r"no C\+\+ compiler; install g\+\+ or set CXX") as caught:
-        library.load(tmp_path)
+        build.load(tmp_path)
     assert caught.value.fixable
 
 
@@ -271,10 +271,10 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'kernels.cpp:1: error: no headers' >&2\nexit 1\n", encoding="utf-8")
     broken.chmod(0o755)
-    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS)
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.CPU_FLAGS)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(Unavailable, match=r"c\+\+ failed: kernels.cpp:1: error: no headers"):
-        library.load(tmp_path / "built")
+        build.load(tmp_path / "built")
     assert list((tmp_path / "built").iterdir()) == [], "nothing half made stays"
 
 
@@ -293,10 +293,10 @@ def test_a_cxx_that_compiles_nothing_is_named(
     if script is not None:
         program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
         program.chmod(0o755)
-    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS)
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.CPU_FLAGS)
     monkeypatch.setenv("CXX", str(program))
     with pytest.raises(Unavailable, match=why) as caught:
-        library.load(tmp_path / "built")
+        build.load(tmp_path / "built")
     assert caught.value.fixable
     assert not list((tmp_path / "built").glob("*")), "nothing that cannot be loaded stays"
 
@@ -311,18 +311,18 @@ def test_cxx_may_hold_arguments_and_a_damaged_library_is_built_again(
         encoding="utf-8",
     )
     program.chmod(0o755)
-    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS)
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.CPU_FLAGS)
     monkeypatch.setenv("CXX", f"{program} --with arguments")
-    kept = tmp_path / f"kernels-{library._digest(library.compiler())}.so"
+    kept = tmp_path / f"kernels-{build._digest(build.compiler())}.so"
     kept.write_bytes(b"half")
-    library.load(tmp_path)
+    build.load(tmp_path)
     (call,) = (tmp_path / "arguments").read_text(encoding="utf-8").splitlines()
     assert call.split()[:2] == ["--with", "arguments"]
     assert kept.read_bytes() == some_library.read_bytes()
 
 
 def test_a_cpu_without_the_instructions_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "cpu_flags", lambda: library.CPU_FLAGS - {"avx512_bf16"})
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.CPU_FLAGS - {"avx512_bf16"})
     with pytest.raises(Unavailable, match="this CPU has no avx512_bf16") as caught:
-        library.load(tmp_path)
+        build.load(tmp_path)
     assert not caught.value.fixable

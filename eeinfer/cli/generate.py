@@ -13,33 +13,38 @@ from eeinfer.cli.prompt_source import prompt_source
 from eeinfer.cli.verbosity import log
 from eeinfer.errors import EeinferError
 
+Prompts = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|-", show_default="about 300 packaged prompts", help="JSON Lines; - is standard input."),
+]
+Output = Annotated[
+    str, typer.Option("--output", "-o", metavar="FILE|-", help="Where the answers go; - is standard output.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the answers that an interrupted run left in FILE.journal.")
+]
+NumPrompts = Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")]
+TokenDetails = Annotated[
+    bool, typer.Option("--token-details", help="Add id, text, depth and confidence of every token.")
+]
+ShowExits = Annotated[
+    bool, typer.Option("--show-exits", help="Print the new answers with each token coloured by the depth it left at.")
+]
+StatsFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write the figures of the run as JSON: requests, time, counters.")
+]
+
 
 @takes_settings()
 def generate(
     resolve: Resolver,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-", show_default="about 300 packaged prompts", help="JSON Lines; - is standard input."
-        ),
-    ] = None,
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE|-", help="Where the answers go; - is standard output.")
-    ] = "-",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the answers that an interrupted run left in FILE.journal.")
-    ] = False,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
-    token_details: Annotated[
-        bool, typer.Option("--token-details", help="Add id, text, depth and confidence of every token.")
-    ] = False,
-    show_exits: Annotated[
-        bool,
-        typer.Option("--show-exits", help="Print the new answers with each token coloured by the depth it left at."),
-    ] = False,
-    stats: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the figures of the run as JSON: requests, time, counters.")
-    ] = None,
+    prompts: Prompts = None,
+    output: Output = "-",
+    resume: Resume = False,
+    num_prompts: NumPrompts = None,
+    token_details: TokenDetails = False,
+    show_exits: ShowExits = False,
+    stats: StatsFile = None,
 ) -> None:
     """Answer a file of prompts, in batches, with early exit.
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.weights import Weights, layer_views
+from eeinfer.ops.native.build import Unavailable, load
 from eeinfer.ops.native.kernels import HEAD_SIZES, LayerSizes, NativeLayers, NativeStats, PackedLinear
-from eeinfer.ops.native.library import Unavailable, load
 
 NATIVE_FOLDER = "native"  # in the model store: where the built library is kept
 _PACKED = ("qkv", "output", "gate_up", "down")

@@ -237,7 +237,7 @@ void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_ca
     }
     barrier.wait();
     clock.lap(&Times::attention);
-    linear(attended, n, q_size, w->output, Share(panels_of(d), thread, team), AddResidual{middle, d, w->output_bias, hidden});
+    linear(attended, n, q_size, w->output, Share(panels_of(d), thread, team), Store{middle, d, w->output_bias, d, hidden});
     barrier.wait();
     clock.lap(&Times::linear);
     for (int i = rows.begin; i < rows.end; ++i)
@@ -247,7 +247,7 @@ void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_ca
     linear(normed, n, d, w->gate_up, Share((f + 15) / 16, thread, team),
            GatedSilu{inner, f, w->gate_up_bias, w->gate_up_bias ? w->gate_up_bias + f : nullptr});
     barrier.wait();
-    linear(inner, n, f, w->down, Share(panels_of(d), thread, team), AddResidual{out, d, w->down_bias, middle});
+    linear(inner, n, f, w->down, Share(panels_of(d), thread, team), Store{out, d, w->down_bias, d, middle});
     barrier.wait();
     clock.lap(&Times::linear);
   });

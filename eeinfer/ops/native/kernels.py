@@ -111,7 +111,7 @@ class NativeLayers:
     """Transformer layers of one shape: pre-norm, rotary positions, grouped query heads, a gated MLP with SiLU.
 
     Args:
-        library: see `eeinfer.ops.native.library.load`.
+        library: see `eeinfer.ops.native.build.load`.
         sizes: head_dim is one of `HEAD_SIZES`; hidden and intermediate are even.
         layers: the `TENSORS` of each layer, as in `eeinfer.model.weights.LayerWeights`; biases and norms of heads are
             None where there are none. Matrices are copied in another order.

@@ -73,12 +73,14 @@ inline void linear(const bf16* x, int rows, int inputs, const bf16* packed, Shar
   }
 }
 
-// Stores sums as bfloat16 [rows, columns], with a bias if there is one; rows begin `stride` apart.
+// Stores sums as bfloat16 [rows, columns], after a bias [columns] and a residual [rows, columns] if there are any, with
+// one rounding. Rows begin `stride` apart, in the residual too.
 struct Store {
   bf16* out;
   int columns;
   const bf16* bias;
   int stride;
+  const bf16* residual = nullptr;
 
   void operator()(int row, int column, __m512 a, __m512 b) const {
     half(row, column, a);
@@ -89,30 +91,10 @@ struct Store {
   void half(int row, int column, __m512 sum) const {
     if (column >= columns) return;
     const __mmask16 lanes = first_lanes(columns - column);
+    const size_t at = static_cast<size_t>(row) * stride + column;
     if (bias) sum = _mm512_add_ps(sum, load_bf16(bias + column, lanes));
-    store_bf16(out + static_cast<size_t>(row) * stride + column, sum, lanes);
-  }
-};
-
-// As Store, added to a residual [rows, columns] before the one rounding.
-struct AddResidual {
-  bf16* out;
-  int columns;
-  const bf16* bias;
-  const bf16* residual;
-
-  void operator()(int row, int column, __m512 a, __m512 b) const {
-    half(row, column, a);
-    half(row, column + 16, b);
-  }
-
- private:
-  void half(int row, int column, __m512 sum) const {
-    if (column >= columns) return;
-    const __mmask16 lanes = first_lanes(columns - column);
-    const size_t at = static_cast<size_t>(row) * columns + column;
-    if (bias) sum = _mm512_add_ps(sum, load_bf16(bias + column, lanes));
-    store_bf16(out + at, _mm512_add_ps(sum, load_bf16(residual + at, lanes)), lanes);
+    if (residual) sum = _mm512_add_ps(sum, load_bf16(residual + at, lanes));
+    store_bf16(out + at, sum, lanes);
   }
 };
 
