@@ -37,7 +37,9 @@ SEA = '{"prompt": "The sea is", "max_tokens": 12}'
 def test_prompts_in_answers_out(default_model: Path) -> None:
     assert default_model.is_dir()
     lines = f'{FRANCE}\n{{"prompt": "x", "max_token": 3}}\n{SEA}\n'
-    ended = eeinfer("generate", "--prompts", "-", "--dtype", "float32", "--threshold", "0.9", "--token-details", stdin=lines)
+    ended = eeinfer(
+        "generate", "--prompts", "-", "--dtype", "float32", "--threshold", "0.9", "--token-details", stdin=lines
+    )
     assert ended.returncode == 1, ended.stderr
     france, bad, sea = (json.loads(line) for line in ended.stdout.splitlines())
     assert (france["id"], france["finish_reason"]) == ("france", "stop")

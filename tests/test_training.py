@@ -30,7 +30,7 @@ from eeinfer.training.modules import DAMPING, TrainableHead, initial_tensors
 from eeinfer.training.prompts import split
 from eeinfer.training.selective import Costs, auroc, coverage, joint, smallest_threshold
 from eeinfer.training.states import COMPLETE, state_files
-from eeinfer.training.traces import Answered, hidden_states
+from eeinfer.training.traces import Answered, answer_all, hidden_states
 
 EXITS = (2, 4)
 MADE_BY = {"model": "m", "seed": 0}
@@ -58,7 +58,7 @@ class Answering:
 
     def __call__(self, asked: list[Request], made_by: dict[str, object] = MADE_BY) -> list[Answered]:
         before = self.llm.stats.finished
-        ready = encoded(asked, self.llm.engine.tokenizer, 272)
+        ready = encoded(asked, self.llm.engine.tokenizer, 272, lambda _: None)
         found = cached_answers(ready, self.work, made_by, lambda: self.llm, lambda _: None)
         self.answered = self.llm.stats.finished - before
         return found
@@ -341,3 +341,16 @@ def test_the_temperature_has_the_highest_likelihood(tiny_decoder: Callable[..., 
 
     assert 0.26 < found < 3.9
     assert loss(found) < min(loss(found * 1.1), loss(found / 1.1))
+
+
+def test_prompts_that_cannot_be_answered_are_named(tiny_model: Callable[[str], Path]) -> None:
+    llm = LLM(str(tiny_model("gqa")), dtype="float64", device="cpu", num_blocks=32, max_tokens=2, strategy="full")
+    asked = [Request("long", prompt="a" * 500), Request("good", prompt="ab"), Request("empty", prompt_token_ids=())]
+    notes: list[str] = []
+    assert [answer.id for answer in answer_all(llm, asked, notes.append)] == ["good"]
+    assert notes[-1].startswith("2 prompts cannot be answered and are left out; the first, long: the prompt has ")
+    notes.clear()
+    kept = encoded(asked, llm.engine.tokenizer, 272, notes.append)
+    assert [request.id for request in kept] == ["long", "good"]
+    assert notes == [notes[0]]
+    assert notes[0].startswith("1 prompts cannot be answered and are left out; the first, empty: ")

@@ -7,7 +7,7 @@ object with the request's id, its sampling, the token ids of its prompt and of i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +19,7 @@ from eeinfer.engine.encode import encode
 from eeinfer.engine.llm import LLM
 from eeinfer.errors import EeinferError, RequestError
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
-from eeinfer.training.traces import Answered
+from eeinfer.training.traces import Answered, note_failures
 
 _Key = tuple[str, ...]
 
@@ -35,17 +35,23 @@ def digest(value: object) -> str:
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def encoded(requests: Sequence[Request], tokenizer: Tokenizer | NoTokenizer, vocab_size: int) -> list[Request]:
-    """Requests with their prompts as token ids; those that have none are left out."""
-
-    def one(request: Request) -> Iterator[Request]:
+def encoded(
+    requests: Sequence[Request],
+    tokenizer: Tokenizer | NoTokenizer,
+    vocab_size: int,
+    note: Callable[[str], None],
+) -> list[Request]:
+    """Requests with their prompts as token ids; those that have none are left out, and `note` hears of them."""
+    found, failures = [], []
+    for request in requests:
         try:
             tokens = tuple(encode(request, tokenizer, vocab_size))
-        except RequestError:
-            return
-        yield replace(request, prompt=None, messages=None, prompt_token_ids=tokens)
-
-    return [found for request in requests for found in one(request)]
+        except RequestError as error:
+            failures.append((request.id, str(error)))
+            continue
+        found.append(replace(request, prompt=None, messages=None, prompt_token_ids=tokens))
+    note_failures(failures, note)
+    return found
 
 
 def cached_answers(

@@ -52,7 +52,7 @@ class Job:
         """The model's answers: the first process makes those that are missing, the others find them on disk."""
         assert self.located.folder is not None, "a model that is named has a folder"
         vocab_size = self.located.config.vocab_size
-        asked = encoded(requests, Tokenizer(self.located.folder, vocab_size), vocab_size)
+        asked = encoded(requests, Tokenizer(self.located.folder, vocab_size), vocab_size, self.note)
         sampling = asdict(self.settings.sampling)
         made_by = {"model": self.located.base.fingerprint, "dtype": str(self._dtype), "sampling": sampling}
         with self.accelerator.main_process_first():

@@ -32,7 +32,7 @@ class Answered:
 
 
 def answer_all(llm: LLM, requests: Sequence[Request], note: Callable[[str], None]) -> list[Answered]:
-    """Let the model answer. Requests that fail are left out; `note` hears of every tenth of the way."""
+    """Let the model answer. `note` hears of every tenth of the way, and of requests that fail, which are left out."""
     prompts: dict[str, tuple[int, ...]] = {}
     done = 0
 
@@ -50,12 +50,20 @@ def answer_all(llm: LLM, requests: Sequence[Request], note: Callable[[str], None
             note(f"answered {done} of {len(requests)} prompts, {llm.stats.tokens_per_second:.0f} tokens/s")
 
     outputs = llm.generate([keep_prompt(request) for request in requests], on_output=report)
+    note_failures([(o.id, o.error or "failed") for o in outputs if o.finish_reason is FinishReason.ERROR], note)
     return [
         # The last generated token predicts nothing that was kept.
         Answered(o.id, (*prompts[o.id], *(t.token_id for t in o.tokens[:-1])), len(prompts[o.id]) - 1)
         for o in outputs
         if o.finish_reason is not FinishReason.ERROR
     ]
+
+
+def note_failures(failures: Sequence[tuple[str, str]], note: Callable[[str], None]) -> None:
+    """One line about requests that are left out: how many, and the first with its reason."""
+    if failures:
+        name, why = failures[0]
+        note(f"{len(failures)} prompts cannot be answered and are left out; the first, {name}: {why}")
 
 
 def hidden_states(decoder: Decoder, answers: Sequence[Answered], ends: Sequence[int]) -> Iterator[list[Tensor]]:
