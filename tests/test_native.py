@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import _ctypes
 import ctypes
+import os
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +85,29 @@ def test_statistics_of_logits_are_torchs(built: ctypes.CDLL, rows: int, size: in
         alone = stats(logits[row : row + 1], second=True, mean=True)
         assert torch.equal(alone.log_sum_exp[0], found.log_sum_exp[row])
         assert torch.equal(alone.mean[0], found.mean[row])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that forking with threads is risky is the point
+def test_threads_and_forked_processes_may_call_at_once(built: ctypes.CDLL) -> None:
+    x, w = torch.randn(9, 256).bfloat16(), torch.randn(4000, 256).bfloat16()
+    linear, stats = PackedLinear(built, w), NativeStats(built)
+    expected = linear(x)
+    largest = stats.largest(expected)[0]
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: (linear(x), stats.largest(expected)[0]), range(40)))
+        if (child := os.fork()) == 0:  # has this process's memory, but not its worker threads
+            signal.alarm(60)  # ends a child that waits for them
+            again = linear(x)
+            torch.set_num_threads(1)  # torch's own threads are gone too
+            os._exit(0 if torch.equal(again, expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(1)
+    for product, top in found:
+        assert torch.equal(product, expected)
+        assert torch.equal(top, largest)
 
 
 def test_logits_that_are_nan_show(built: ctypes.CDLL) -> None:

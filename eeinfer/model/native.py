@@ -13,10 +13,9 @@ from torch import Tensor
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.weights import Weights, layer_views
 from eeinfer.ops.native.build import Unavailable, load
-from eeinfer.ops.native.kernels import HEAD_SIZES, LayerSizes, NativeLayers, NativeStats, PackedLinear
+from eeinfer.ops.native.kernels import HEAD_SIZES, PACKED, LayerSizes, NativeLayers, NativeStats, PackedLinear
 
 NATIVE_FOLDER = "native"  # in the model store: where the built library is kept
-_PACKED = ("qkv", "output", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: b
     )
     if not keep_plain:
         untied = () if weights.lm_head is weights.embedding else ("lm_head",)
-        for name in (*_PACKED, *untied):
+        for name in (*PACKED, *untied):
             setattr(weights, name, torch.empty_like(getattr(weights, name), device="meta"))
     return made
 

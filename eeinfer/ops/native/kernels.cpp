@@ -154,7 +154,9 @@ void ee_pack_gate_up(const bf16* gate, const bf16* up, int width, int inputs, bf
 // out [rows, columns] = x [rows, inputs] W^T.
 void ee_linear(const bf16* x, int rows, int inputs, const bf16* packed, int columns, const bf16* bias, bf16* out,
                int threads) {
-  Team::get().run(threads, [&](int thread, int team, Barrier&) {
+  Team& crew = Team::get();
+  const auto claimed = crew.claim();
+  crew.run(threads, [&](int thread, int team, Barrier&) {
     linear(x, rows, inputs, packed, Share(panels_of(columns), thread, team), Store{out, columns, bias, columns});
   });
 }
@@ -162,10 +164,12 @@ void ee_linear(const bf16* x, int rows, int inputs, const bf16* packed, int colu
 // K (rotated) and V, [layers, count, kv_heads, head_dim] each, that consecutive layers make of the same hidden states.
 void ee_project_kv(const Sizes* s, const LayerWeights* layers, int num_layers, const bf16* hidden, int n, const float* cos,
                    const float* sin, bf16* k, bf16* v, int threads) {
+  Team& crew = Team::get();
+  const auto claimed = crew.claim();
   static Scratch scratch;
   const int d = s->hidden, q_size = s->heads * s->head_dim, kv_size = s->kv_heads * s->head_dim;
   bf16* normed = scratch.take<bf16>(static_cast<size_t>(n) * d * num_layers);
-  Team::get().run(threads, [&](int thread, int team, Barrier& barrier) {
+  crew.run(threads, [&](int thread, int team, Barrier& barrier) {
     const Share norms(n * num_layers, thread, team);
     for (int i = norms.begin; i < norms.end; ++i)
       rms_norm(hidden + static_cast<size_t>(i % n) * d, layers[i / n].attention_norm, d, s->eps, normed + static_cast<size_t>(i) * d);
@@ -195,6 +199,8 @@ void ee_project_kv(const Sizes* s, const LayerWeights* layers, int num_layers, c
 // One layer: hidden [count, hidden] to out, K and V of the tokens written into the layer's cache.
 void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_cache, bf16* v_cache, const bf16* hidden,
               bf16* out, int threads, Times* times) {
+  Team& crew = Team::get();
+  const auto claimed = crew.claim();
   static Scratch scratch;
   const int n = t->count, d = s->hidden, f = s->intermediate;
   const int q_size = s->heads * s->head_dim, kv_size = s->kv_heads * s->head_dim, qkv_size = q_size + 2 * kv_size;
@@ -204,7 +210,7 @@ void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_ca
   bf16* middle = attended + static_cast<size_t>(n) * q_size;
   bf16* inner = middle + static_cast<size_t>(n) * d;
   const CacheView cache{k_cache, v_cache, t->block_size, s->kv_heads, s->head_dim};
-  Team::get().run(threads, [&](int thread, int team, Barrier& barrier) {
+  crew.run(threads, [&](int thread, int team, Barrier& barrier) {
     static thread_local Scratch scores;
     Clock clock(thread ? nullptr : times);
     const Share rows(n, thread, team);
@@ -257,9 +263,11 @@ void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_ca
 // Without `sums` only largest and argmax are set. A row with a NaN has NaN for all.
 void ee_logit_stats(const bf16* logits, int rows, int size, bool sums, bool second, bool mean, float* out,
                     int64_t* argmax, int threads) {
+  Team& crew = Team::get();
+  const auto claimed = crew.claim();
   static Scratch scratch;
   LogitPart* parts = scratch.take<LogitPart>(static_cast<size_t>(rows) * STATS_PARTS);
-  Team::get().run(threads, [&](int thread, int team, Barrier& barrier) {
+  crew.run(threads, [&](int thread, int team, Barrier& barrier) {
     const Share items(rows * STATS_PARTS, thread, team);
     for (int i = items.begin; i < items.end; ++i)
       parts[i] = stats_of_part(logits + static_cast<size_t>(i / STATS_PARTS) * size, size, i % STATS_PARTS, sums, second, mean);

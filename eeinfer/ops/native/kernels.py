@@ -17,6 +17,7 @@ from eeinfer.ops.logit_stats import LogitStats
 from eeinfer.ops.token_batch import TokenBatch
 
 HEAD_SIZES = (32, 64, 96, 128, 256)
+PACKED = ("qkv", "output", "gate_up", "down")  # the matrices of a layer, which are copied in another order
 
 
 class _Sizes(ctypes.Structure):
@@ -153,6 +154,7 @@ class NativeLayers:
         Returns:
             [n, d].
         """
+        hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
         assert rotation is not None, "callers look before they ask"
         cos, sin = rotation
@@ -197,7 +199,7 @@ def _prepared(library: ctypes.CDLL, layer: Mapping[str, Tensor | None]) -> dict[
     """The tensors of a layer as the kernels read them."""
 
     def one(name: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or name not in {"qkv", "output", "gate_up", "down"}:
+        if tensor is None or name not in PACKED:
             return tensor
         return _pack_gate_up(library, tensor) if name == "gate_up" else _pack(library, tensor)
 

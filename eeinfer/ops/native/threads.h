@@ -1,6 +1,7 @@
 // A team of threads that run the same function and meet at barriers.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include <immintrin.h>
+#include <unistd.h>
 
 namespace ee {
 
@@ -52,12 +54,21 @@ class Team {
  public:
   using Work = std::function<void(int thread, int threads, Barrier&)>;
 
+  // The team of this process. A child that was forked has none of its parent's threads, and gets a team of its own.
   static Team& get() {
-    static Team* team = new Team;  // never destroyed: workers may outlive static destructors
+    static std::mutex mutex;
+    static Team* team = nullptr;  // never destroyed: workers may outlive static destructors
+    static pid_t owner = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (owner != getpid()) team = new Team, owner = getpid();
     return *team;
   }
 
+  // One call at a time: kernels keep scratch memory, and callers may come from several threads.
+  std::unique_lock<std::mutex> claim() { return std::unique_lock<std::mutex>(calls_); }
+
   void run(int threads, const Work& work) {
+    threads = std::min(threads, MOST_THREADS);
     if (threads > 1) ensure(threads - 1);
     barrier_.reset(threads);
     if (threads == 1) {
@@ -80,6 +91,8 @@ class Team {
   }
 
  private:
+  static constexpr int MOST_THREADS = 0xff;
+
   void ensure(int workers) {
     while (static_cast<int>(workers_.size()) < workers) {
       const int thread = static_cast<int>(workers_.size()) + 1;
@@ -90,7 +103,7 @@ class Team {
   void loop(int thread, unsigned seen) {
     for (;;) {
       seen = next_call(seen);
-      const int threads = seen & 0xff;
+      const int threads = seen & MOST_THREADS;
       if (thread >= threads) continue;
       (*work_)(thread, threads, barrier_);
       pending_.fetch_sub(1, std::memory_order_acq_rel);
@@ -110,7 +123,7 @@ class Team {
   }
 
   std::vector<std::thread> workers_;
-  std::mutex mutex_;
+  std::mutex calls_, mutex_;
   std::condition_variable wake_;
   Barrier barrier_;
   const Work* work_ = nullptr;
