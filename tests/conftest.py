@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -18,6 +19,8 @@ from eeinfer import LLM
 from eeinfer.errors import ModelError
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.store import DEFAULT_MODEL, resolve
+from eeinfer.ops.native import build
+from eeinfer.ops.native.build import Unavailable
 
 # Tiny models gain nothing from threads, and lose much to each other's on a busy machine.
 torch.set_num_threads(1)
@@ -61,6 +64,15 @@ def tiny_decoder(tiny_model: Callable[[str], Path]) -> Callable[..., Decoder]:
 def plain(tiny_model: Callable[[str], Path]) -> Callable[[str], PlainLlama]:
     """The plain reference of a variant."""
     return cache(lambda variant: plain_model(tiny_model(variant)))
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library, built by this machine's compiler."""
+    try:
+        return build.load(tmp_path_factory.getbasetemp() / "native")
+    except Unavailable as why:
+        pytest.skip(f"no native kernels here: {why}")
 
 
 @pytest.fixture

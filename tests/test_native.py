@@ -34,15 +34,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The library, built by this machine's compiler."""
-    try:
-        return build.load(tmp_path_factory.getbasetemp() / "native")
-    except Unavailable as why:
-        pytest.skip(f"no native kernels here: {why}")
-
-
-@pytest.fixture(scope="session")
 def folder(built: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001 - it must be built
     """Where it is."""
     return tmp_path_factory.getbasetemp() / "native"

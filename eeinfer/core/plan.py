@@ -11,7 +11,7 @@ whose sequence has just finished is never completed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from eeinfer.core.request import TokenLogprob
@@ -143,9 +143,8 @@ class Complete:
 Plan = Prefill | Pass | Complete
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one row or span.
+class Verdict(NamedTuple):
+    """What became of one row or span. A tuple, since there is one for every row at every exit.
 
     Attributes:
         token: the token picked; `None` when the row goes on, or the span did not ask for one.

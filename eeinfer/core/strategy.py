@@ -20,7 +20,8 @@ class LeaveRule:
     Attributes:
         name: of the strategy.
         together: the batch leaves or stays as one.
-        sticky: a row that was ready at an earlier exit of the iteration counts as ready.
+        sticky: a row that was ready at an earlier exit of the iteration counts as ready; where rows leave one by one it
+            has left by then.
     """
 
     name: str
@@ -36,12 +37,13 @@ class LeaveRule:
             flagged: rows that were ready before; ignored unless sticky.
         """
         rows = zip(confidences, thresholds, flagged, strict=True)
+        if not self.together:
+            return [c >= threshold for c, threshold, _ in rows]
         ready = [c >= threshold or (self.sticky and f) for c, threshold, f in rows]
         alive = [i for i, c in enumerate(confidences) if not isnan(c)]
-        together = False
-        if self.together and alive:
-            together = self._agreed([ready[i] for i in alive], [confidences[i] - thresholds[i] for i in alive])
-        return [not isnan(c) and (together if self.together else r) for c, r in zip(confidences, ready, strict=True)]
+        votes, margins = [ready[i] for i in alive], [confidences[i] - thresholds[i] for i in alive]
+        together = bool(alive) and self._agreed(votes, margins)
+        return [not isnan(c) and together for c in confidences]
 
     def _agreed(self, votes: list[bool], margins: list[float]) -> bool:
         match self.name:

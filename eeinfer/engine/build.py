@@ -296,6 +296,7 @@ def head_on(decoder: Decoder, spec: ExitSpec, tensors: Mapping[str, Tensor]) -> 
         vocabulary=decoder.vocabulary,
         eps=decoder.config.norm_eps,
         product=decoder.product,
+        gate=decoder.gate,
     )
 
 

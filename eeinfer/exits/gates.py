@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from eeinfer.ops.norm import at_least_float32, rms_norm
 
-_ODDS_EPS = 1e-6  # max p is kept so far from 0 and 1
+ODDS_EPS = 1e-6  # max p is kept so far from 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,13 @@ def gate_logit(
     def by_shortlist(h: Tensor) -> Tensor:
         u = rms_norm(F.linear(h.to(wide), own["down.weight"]), None, eps)
         p = F.linear(u, own["shortlist.weight"], own["shortlist.bias"]).softmax(dim=-1)
-        odds = own["odds.weight"] * p.amax(dim=-1).logit(_ODDS_EPS)
+        odds = own["odds.weight"] * p.amax(dim=-1).logit(ODDS_EPS)
         return odds + F.linear(p, own["tokens.weight"]).squeeze(-1) + classified(u)
 
     return by_shortlist if spec.tokens is not None else lambda h: classified(rms_norm(h.to(wide), None, eps))
+
+
+def plain_gate(spec: GateSpec, tensors: Mapping[str, Tensor], eps: float) -> Callable[[Tensor], Tensor]:
+    """A gate, [n, d] to probabilities [n] in float32 or wider; arguments as for `gate_logit`."""
+    logit = gate_logit(spec, tensors, eps)
+    return lambda h: logit(h).sigmoid()

@@ -21,12 +21,13 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from eeinfer.exits.gates import GateSpec, gate_logit
+from eeinfer.exits.gates import GateSpec, plain_gate
 from eeinfer.ops.norm import rms_norm
 
 HeadKind = Literal["shared", "norm", "linear", "mlp"]
 Map = Callable[[Tensor], Tensor]
 Product = Callable[[Tensor], Map]
+Gate = Callable[[GateSpec, Mapping[str, Tensor], float], Map]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def build_head(
     vocabulary: Map,
     eps: float,
     product: Product = plain_product,
+    gate: Gate = plain_gate,
 ) -> ExitHead:
     """The head of `spec`.
 
@@ -125,6 +127,7 @@ def build_head(
         vocabulary: the model's own vocabulary product.
         eps: of the model's norms.
         product: makes the product with a matrix of the head, as the model computes its own.
+        gate: makes its gate.
     """
     own = tensors.get("lm_head.weight")
     return ExitHead(
@@ -132,7 +135,7 @@ def build_head(
         features(spec, tensors, final_norm, eps, product),
         vocabulary if own is None else product(own),
         spec.temperature,
-        None if spec.gate is None else _gate(spec.gate, tensors, eps),
+        None if spec.gate is None else gate(spec.gate, gate_tensors(tensors), eps),
     )
 
 
@@ -164,6 +167,6 @@ def _mlp(tensors: Mapping[str, Tensor], product: Product) -> Map:
     return lambda z: down(F.silu(gate(z)) * up(z))
 
 
-def _gate(spec: GateSpec, tensors: Mapping[str, Tensor], eps: float) -> Map:
-    logit = gate_logit(spec, {name: tensor for name, tensor in tensors.items() if name.startswith("gate.")}, eps)
-    return lambda h: logit(h).sigmoid()
+def gate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a head's tensors that its gate consists of."""
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("gate.")}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eeinfer.exits.gates import GateSpec, plain_gate
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.native import Native
 from eeinfer.model.weights import LayerWeights, Weights, layer_views
@@ -66,6 +67,11 @@ class Decoder:
         """Where the weights are."""
         return self.weights.embedding.device
 
+    @property
+    def reads_beyond(self) -> bool:
+        """Whether attention reads slots of a sequence's last block that it has not written yet, and masks them."""
+        return self.native is None
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [n, d] of token ids [n]; learned positions are added by the first layer's `run`."""
         embedded = F.embedding(tokens, self.weights.embedding)
@@ -85,12 +91,13 @@ class Decoder:
         """
         if self.weights.positions is not None and layers.start == 0:
             hidden = hidden + F.embedding(batch.positions, self.weights.positions)
-        turns = self._turns(batch.positions, hidden.dtype)
+        if not batch.turns:  # the stages of an iteration often run the same tokens
+            batch.turns.extend(self._turns(batch.positions, hidden.dtype))
         batches = {window: batch.within(window) for window in set(self._windows[layers.start : layers.stop])}
         before = hidden
         for index in layers:
             before = hidden
-            seen, turn = batches[self._windows[index]], turns[self._turned_by[index]]
+            seen, turn = batches[self._windows[index]], batch.turns[self._turned_by[index]]
             hidden = self._layer(index, hidden, seen, cache[index], turn)
         return hidden, before
 
@@ -205,6 +212,10 @@ class Decoder:
         if self.native is not None and weight.shape[1] % 2 == 0:
             return self.native.product(weight)
         return lambda x: F.linear(x, weight)
+
+    def gate(self, spec: GateSpec, tensors: Mapping[str, Tensor], eps: float) -> Map:
+        """A gate of an exit; see `eeinfer.exits.gates.plain_gate`."""
+        return (plain_gate if self.native is None else self.native.gate)(spec, tensors, eps)
 
     def capped(self, logits: Tensor) -> Tensor:
         """Logits within the bound of the family, if it has one; any shape."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,22 +11,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eeinfer.exits.gates import ODDS_EPS, GateSpec, plain_gate
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.weights import Weights, layer_views
 from eeinfer.ops.native.build import Unavailable, load
-from eeinfer.ops.native.kernels import HEAD_SIZES, PACKED, LayerSizes, NativeLayers, NativeStats, PackedLinear
+from eeinfer.ops.native.kernels import (
+    HEAD_SIZES,
+    PACKED,
+    LayerSizes,
+    NativeGate,
+    NativeLayers,
+    NativeStats,
+    PackedLinear,
+)
 
 NATIVE_FOLDER = "native"  # in the model store: where the built library is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The native side of a decoder: its layers, products with matrices, and statistics of logits."""
+    """The native side of a decoder: its layers, products with matrices, gates, and statistics of logits."""
 
     layers: NativeLayers
     vocabulary: PackedLinear
     stats: NativeStats
     product: Callable[[Tensor], PackedLinear]
+    gate: Callable[[GateSpec, Mapping[str, Tensor], float], Callable[[Tensor], Tensor]]
 
 
 def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: bool) -> Native:
@@ -60,12 +71,22 @@ def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: b
         PackedLinear(library, weights.lm_head),
         NativeStats(library),
         partial(PackedLinear, library),
+        partial(gate_of, library),
     )
     if not keep_plain:
         untied = () if weights.lm_head is weights.embedding else ("lm_head",)
         for name in (*PACKED, *untied):
             setattr(weights, name, torch.empty_like(getattr(weights, name), device="meta"))
     return made
+
+
+def gate_of(
+    library: ctypes.CDLL, spec: GateSpec, tensors: Mapping[str, Tensor], eps: float
+) -> Callable[[Tensor], Tensor]:
+    """A gate as a native kernel, where there is one for its form; as `eeinfer.exits.gates.plain_gate`."""
+    if spec.tokens is None or spec.width % 2:
+        return plain_gate(spec, tensors, eps)
+    return NativeGate(library, tensors, eps, ODDS_EPS)
 
 
 def _check(config: ModelConfig, weights: Weights) -> None:

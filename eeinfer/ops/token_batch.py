@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class TokenBatch:
         masks: for each sequence the keys each query sees, [queries, context] bool; `None` where the queries are the
             whole context from position 0 on. With `queries` None a single mask [n, 1, 1, width * block_size].
         owners: [n] int64, row of `block_tables` of each token; `None` where that is the token's own index.
+        turns: how each kind of layer turns the tokens' heads, once a decoder has worked it out.
     """
 
     positions: Tensor
@@ -39,6 +40,7 @@ class TokenBatch:
     queries: tuple[tuple[int, int], ...] | None
     masks: tuple[Tensor | None, ...]
     owners: Tensor | None = None
+    turns: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
 
     @classmethod
     def decode(cls, positions: Tensor, block_tables: Tensor, block_size: int) -> TokenBatch:
@@ -46,6 +48,16 @@ class TokenBatch:
         keys = torch.arange(block_tables.shape[1] * block_size, device=positions.device)
         mask = (keys <= positions[:, None])[:, None, None]
         return cls(positions, slot_of(block_tables, positions, block_size), block_tables, None, (mask,))
+
+    def take(self, index: Tensor, width: int) -> TokenBatch:
+        """Some tokens of a decode, `index` [m], whose block tables are at most `width` long."""
+        (mask,) = self.masks
+        assert self.queries is None, "one token a sequence"
+        assert mask is not None, "a decode has a mask"
+        keys = mask.shape[-1] // self.block_tables.shape[1] * width
+        return TokenBatch(
+            self.positions[index], self.slots[index], self.block_tables[index, :width], None, (mask[index, ..., :keys],)
+        )
 
     @classmethod
     def ragged(cls, positions: Sequence[Sequence[int]], block_tables: Tensor, block_size: int) -> TokenBatch:

@@ -60,7 +60,7 @@ class ModelRunner:
         self.cache = zeros(sizes, decoder.dtype, decoder.device) if cache is None else cache
         assert self.cache.shape == sizes, "a shared cache has the shape of this runner's"
         self._readiness = readiness
-        self._rows = RowPool(shape, config.max_position, config.hidden_size, decoder.dtype, decoder.device)
+        self._rows = RowPool(shape, decoder.device)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:
@@ -79,9 +79,11 @@ class ModelRunner:
 
         Blocks from the prefix cache are full and lie before that, so what they hold stays.
 
-        Attention reads whole blocks and gives what is masked a weight of 0; what a former holder left there may be NaN
-        or infinite, and 0 times NaN is NaN.
+        Attention in torch reads whole blocks and gives what is masked a weight of 0; what a former holder left there
+        may be NaN or infinite, and 0 times NaN is NaN.
         """
+        if not self.decoder.reads_beyond:
+            return
         size = self.shape.block_size
         slots = [
             table[position // size] * size + position % size
@@ -102,16 +104,15 @@ class ModelRunner:
     def _pass(self, plan: Pass) -> Outcome:
         rows = plan.rows
         if plan.stage == 0:
-            self._rows.begin(rows)
             fresh = [row for row in rows if row.position % self.shape.block_size == 0]
             self._clear([row.block_table for row in fresh], [row.position for row in fresh])
-        slots = self._rows.slots(rows)
-        hidden = self._embed([row.token for row in rows]) if plan.stage == 0 else self._rows.load(slots)
-        batch = self._rows.batch(rows, slots)
+            hidden, batch = self._embed([row.token for row in rows]), self._rows.begin(rows)
+        else:
+            hidden, batch = self._rows.take(rows)
         hidden, before = self.decoder.run(self.stages[plan.stage], hidden, batch, self.cache)
         if plan.stage == len(self.stages) - 1:
             return self._pick(hidden, [row.draw for row in rows])
-        self._rows.store(slots, hidden)
+        self._rows.keep(rows, hidden, batch)
         return self._leave(plan, hidden, before)
 
     def _leave(self, plan: Pass, hidden: Tensor, before: Tensor) -> Outcome:
@@ -153,16 +154,15 @@ class ModelRunner:
         index = torch.tensor(leaving, device=hidden.device)
         draws = [rows[i].draw for i in leaving]
         logits = exit_.head.logits(hidden[index]) if checked.logits is None else checked.logits[index]
-        tokens = sample(logits, draws, None if checked.argmax is None else checked.argmax[index])
+        argmax = self.decoder.largest(logits)[1] if checked.argmax is None else checked.argmax[index]
+        tokens = sample(logits, draws, argmax)
         told = token_logprobs(logits, draws, tokens)
         return tokens.tolist(), {leaving[i]: logprobs for i, logprobs in told.items()}
 
     def _complete(self, plan: Complete) -> None:
         for stage in sorted(set(plan.stages)):
             rows = [row for row, ran in zip(plan.rows, plan.stages, strict=True) if ran == stage]
-            slots = self._rows.slots(rows)
-            batch = self._rows.batch(rows, slots)
-            complete(self.completion, self.decoder, self.stages[stage].stop, self._rows.load(slots), batch, self.cache)
+            complete(self.completion, self.decoder, self.stages[stage].stop, *self._rows.take(rows), self.cache)
 
     # Prefill, and replay after preemption
 

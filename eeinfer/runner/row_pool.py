@@ -1,9 +1,10 @@
-"""The rows in flight, one slot a running sequence: regrouping rows is a new list of slots, and nothing else moves."""
+"""The rows in flight, one slot a running sequence. Regrouping them copies nothing in the KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,48 +22,51 @@ class CacheShape:
     max_num_seqs: int
 
 
+class _Ran(NamedTuple):
+    """What a pass left behind: hidden states [n, d] of its rows, and their step data."""
+
+    hidden: Tensor
+    batch: TokenBatch
+
+
 class RowPool:
     """Device state of the rows of one iteration.
 
+    A row stays where the last pass that it was in has put it: rows that go on together find their tensors as they are,
+    and only those that part are gathered.
+
     Args:
         shape: of the cache that the rows point into.
-        max_position: longest context.
-        hidden_size, dtype, device: of the hidden states.
+        device: of the tensors.
     """
 
-    def __init__(
-        self, shape: CacheShape, max_position: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self._shape = shape
-        width = min(shape.num_blocks, -(-max_position // shape.block_size))
-        self._hidden = torch.zeros(shape.max_num_seqs, hidden_size, dtype=dtype, device=device)
-        self._positions = torch.zeros(shape.max_num_seqs, dtype=torch.int64, device=device)
-        self._block_tables = torch.zeros(shape.max_num_seqs, width, dtype=torch.int64, device=device)
+        self._device = device
+        self._places: dict[int, tuple[_Ran, int]] = {}  # by slot
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Take in the rows of a new iteration."""
-        slots = self.slots(rows)
-        device = slots.device
-        self._positions[slots] = torch.tensor([row.position for row in rows], device=device)
-        tables = padded([row.block_table for row in rows], self._shape.num_blocks).to(device)
-        self._block_tables[slots, : tables.shape[1]] = tables
+    def begin(self, rows: Sequence[Row]) -> TokenBatch:
+        """The step data of rows that begin an iteration."""
+        positions = torch.tensor([row.position for row in rows], device=self._device)
+        tables = padded([row.block_table for row in rows], self._shape.num_blocks).to(self._device)
+        return TokenBatch.decode(positions, tables, self._shape.block_size)
 
-    def slots(self, rows: Sequence[Row]) -> Tensor:
-        """Slots of `rows`, int64 [n]."""
-        return torch.tensor([row.slot for row in rows], device=self._hidden.device)
+    def keep(self, rows: Sequence[Row], hidden: Tensor, batch: TokenBatch) -> None:
+        """Keep what a pass on `rows` gave, hidden states [n, d], and the step data it had."""
+        ran = _Ran(hidden, batch)
+        for i, row in enumerate(rows):
+            self._places[row.slot] = ran, i
 
-    def batch(self, rows: Sequence[Row], slots: Tensor) -> TokenBatch:
-        """The step data of these rows, wide enough for the longest of them."""
-        width = max(len(row.block_table) for row in rows)
-        return TokenBatch.decode(self._positions[slots], self._block_tables[slots, :width], self._shape.block_size)
-
-    def load(self, slots: Tensor) -> Tensor:
-        """Hidden states [n, d] of the rows in `slots`."""
-        return self._hidden[slots]
-
-    def store(self, slots: Tensor, hidden: Tensor) -> None:
-        """Keep the hidden states [n, d] of the rows in `slots`."""
-        self._hidden[slots] = hidden
+    def take(self, rows: Sequence[Row]) -> tuple[Tensor, TokenBatch]:
+        """Hidden states [n, d] and step data of rows that have been kept, from whatever passes they come."""
+        places = [self._places[row.slot] for row in rows]
+        ran, indices = places[0][0], [i for _, i in places]
+        if any(own is not ran for own, _ in places):
+            return torch.stack([own.hidden[i] for own, i in places]), self.begin(rows)
+        if indices == list(range(len(ran.hidden))):
+            return ran
+        index = torch.tensor(indices, device=self._device)
+        return ran.hidden[index], ran.batch.take(index, max(len(row.block_table) for row in rows))
 
 
 def padded(tables: Sequence[Sequence[int]], null_block: int) -> Tensor:

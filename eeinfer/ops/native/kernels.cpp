@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "bf16.h"
+#include "gate.h"
 #include "linear.h"
 #include "stats.h"
 #include "threads.h"
@@ -256,6 +257,29 @@ void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_ca
     linear(inner, n, f, w->down, Share(panels_of(d), thread, team), Store{out, d, w->down_bias, d, middle});
     barrier.wait();
     clock.lap(&Times::linear);
+  });
+}
+
+// Probabilities [rows] that the rows of hidden [rows, hidden] may leave.
+void ee_gate(const Gate* gate, const bf16* hidden, int rows, float* out, int threads) {
+  Team& crew = Team::get();
+  const auto claimed = crew.claim();
+  static Scratch scratch;
+  const size_t n = rows, width = gate->width, tokens = gate->tokens;
+  float* brought = scratch.take<float>(n * (2 * width + tokens + (width + 1) / 2));
+  float* inner = brought + n * width;
+  float* scores = inner + n * width;
+  bf16* u = reinterpret_cast<bf16*>(scores + n * tokens);
+  crew.run(threads, [&](int thread, int team, Barrier& barrier) {
+    linear(hidden, rows, gate->hidden, gate->down, Share(panels_of(gate->width), thread, team), StoreFloat{brought, gate->width, nullptr});
+    barrier.wait();
+    const Share own(rows, thread, team);
+    for (int row = own.begin; row < own.end; ++row) normed(brought + row * width, gate->width, gate->eps, u + row * width);
+    barrier.wait();
+    linear(u, rows, gate->width, gate->shortlist, Share(panels_of(gate->tokens), thread, team), StoreFloat{scores, gate->tokens, gate->shortlist_bias});
+    linear(u, rows, gate->width, gate->inner, Share(panels_of(gate->width), thread, team), StoreFloat{inner, gate->width, gate->inner_bias});
+    barrier.wait();
+    for (int row = own.begin; row < own.end; ++row) out[row] = probability(*gate, scores + row * tokens, inner + row * width);
   });
 }
 

@@ -43,6 +43,15 @@ class _Tokens(ctypes.Structure):
     ]
 
 
+class _Gate(ctypes.Structure):
+    _fields_ = (
+        [(name, ctypes.c_int) for name in ("hidden", "width", "tokens")]
+        + [(name, ctypes.c_float) for name in ("eps", "odds_eps", "odds", "bias")]
+        + [(name, ctypes.c_void_p) for name in ("down", "shortlist", "inner")]
+        + [(name, ctypes.c_void_p) for name in ("shortlist_bias", "inner_bias", "outer", "trust")]
+    )
+
+
 class Times(ctypes.Structure):
     """Nanoseconds spent in the parts of layers, added up."""
 
@@ -79,6 +88,44 @@ class PackedLinear:
         out = torch.empty(len(x), self.columns, dtype=x.dtype)
         args = (_at(x), len(x), self.inputs, _at(self.packed), self.columns, None, _at(out), torch.get_num_threads())
         self._library.ee_linear(*args)
+        return out
+
+
+class NativeGate:
+    """A gate with a shortlist; the reference is `eeinfer.exits.gates.gate_logit` and a sigmoid.
+
+    Its matrices, and what they multiply, are in bfloat16, all that is added up in float32.
+
+    Args:
+        library: see `eeinfer.ops.native.build.load`.
+        tensors: as in `eeinfer.exits.gates.GateSpec.tensor_shapes`, in any number type; width and hidden size are even.
+        eps: of the model's norms.
+        odds_eps: how far the largest probability is kept from 0 and 1.
+    """
+
+    def __init__(self, library: ctypes.CDLL, tensors: Mapping[str, Tensor], eps: float, odds_eps: float) -> None:
+        matrices = {"down": "down", "shortlist": "shortlist", "inner": "0"}
+        vectors = {
+            "shortlist_bias": "shortlist.bias",
+            "inner_bias": "0.bias",
+            "outer": "2.weight",
+            "trust": "tokens.weight",
+        }
+        self._library = library
+        self._held = {ours: _pack(library, tensors[f"gate.{n}.weight"].bfloat16()) for ours, n in matrices.items()}
+        self._held |= {ours: tensors[f"gate.{name}"].float().contiguous() for ours, name in vectors.items()}
+        width, hidden = tensors["gate.down.weight"].shape
+        self._gate = _Gate(
+            *(hidden, width, tensors["gate.shortlist.weight"].shape[0], eps, odds_eps),
+            *(tensors["gate.odds.weight"].item(), tensors["gate.2.bias"].item()),
+            **{name: _at(tensor) for name, tensor in self._held.items()},
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[n, d] to probabilities, float32 [n]."""
+        hidden = hidden.contiguous()
+        out = torch.empty(len(hidden))
+        self._library.ee_gate(ctypes.byref(self._gate), _at(hidden), len(hidden), _at(out), torch.get_num_threads())
         return out
 
 
@@ -207,6 +254,7 @@ def _prepared(library: ctypes.CDLL, layer: Mapping[str, Tensor | None]) -> dict[
 
 
 def _pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+    weight = weight.contiguous()
     columns, inputs = weight.shape
     library.ee_packed_size.restype = ctypes.c_int64
     packed = torch.empty(library.ee_packed_size(columns, inputs), dtype=weight.dtype)

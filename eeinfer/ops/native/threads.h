@@ -48,7 +48,7 @@ struct Share {
         end(static_cast<int>(static_cast<long>(count) * (thread + 1) / threads)) {}
 };
 
-// Workers stay between calls: they spin for some tens of microseconds, as long as the next layer takes to come, and
+// Workers stay between calls: they spin for some hundreds of microseconds, as long as the next stage takes to come, and
 // then sleep.
 class Team {
  public:
@@ -111,7 +111,7 @@ class Team {
   }
 
   unsigned next_call(unsigned seen) {
-    for (int spins = 0; spins < 4000; ++spins) {
+    for (int spins = 0; spins < 20000; ++spins) {
       if (const unsigned call = call_.load(std::memory_order_acquire); call != seen) return call;
       _mm_pause();
     }
