@@ -17,6 +17,7 @@ from eeinfer.calibration import loss as loss_module
 from eeinfer.calibration.loss import PromptLoss, token_losses
 from eeinfer.errors import ConfigError
 from eeinfer.model.decoder import Decoder
+from eeinfer.ops.logit_stats import logit_stats
 from eeinfer.training import traces
 
 Answer = tuple[list[int], list[int]]
@@ -148,7 +149,7 @@ def test_a_model_that_gives_nan_agrees_with_nothing(tiny_model: Callable[[str], 
 def test_bfloat16_logits_are_judged_in_float32() -> None:
     logits = torch.tensor([[0.0, -0.1015625]], dtype=torch.bfloat16)  # a gap of 0.0507; 0.0488 after bfloat16 rounding
     for tie, differs in ((0.0506, True), (0.0508, False)):
-        assert loss_module._judge(logits, torch.tensor([1]), tie).tolist() == [[differs, True]]
+        assert loss_module._judge(logit_stats, logits, torch.tensor([1]), tie).tolist() == [[differs, True]]
 
 
 @pytest.mark.parametrize("tie", [-0.01, 1.0, math.nan])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from eeinfer.errors import ConfigError
+from eeinfer.exits.check import Stats
 from eeinfer.model.decoder import Decoder
-from eeinfer.ops.norm import at_least_float32
 from eeinfer.training.traces import Answered, hidden_states
 
 TIE = 0.05
@@ -81,16 +81,17 @@ def _differences(decoder: Decoder, told: list[tuple[Ids, Ids]], tie: float) -> I
     tokens = torch.tensor([token for _, answer in told for token in answer], device=decoder.device)
     for [hidden] in hidden_states(decoder, runs, [decoder.num_layers]):
         for piece in hidden.split(_ROWS):
-            yield _judge(decoder.logits(piece), tokens[: len(piece)], tie)
+            yield _judge(decoder.logit_stats, decoder.logits(piece), tokens[: len(piece)], tie)
             tokens = tokens[len(piece) :]
 
 
-def _judge(logits: Tensor, tokens: Tensor, tie: float) -> Tensor:
+def _judge(compute: Stats, logits: Tensor, tokens: Tensor, tie: float) -> Tensor:
     """Whether tokens [n] differ, and strictly, given the model's logits [n, V] in their place: bool [n, 2]."""
-    probabilities = logits.to(at_least_float32(logits.dtype)).softmax(dim=-1)
-    gap = probabilities.amax(dim=-1) - probabilities.gather(1, tokens[:, None]).squeeze(1)
+    stats = compute(logits, second=False, mean=False)
+    own = logits.gather(1, tokens[:, None]).squeeze(1).to(stats.log_sum_exp.dtype)
+    gap = (stats.largest - stats.log_sum_exp).exp() - (own - stats.log_sum_exp).exp()
     agrees = gap <= tie  # asked this way round, NaN agrees with nothing
-    return torch.stack((~agrees, logits.argmax(dim=-1) != tokens), dim=1).cpu()
+    return torch.stack((~agrees, stats.argmax != tokens), dim=1).cpu()
 
 
 def _mean(differences: Tensor) -> PromptLoss:
