@@ -54,13 +54,13 @@ def with_learned_kv(
     Args:
         decoder: the model, with its plain weights.
         heads: with gates, where these decide who leaves.
-        answers: the model's own; no more than `MOST` are used.
+        answers: the model's own; no more than `MOST` are used, evenly spread.
         thresholds: of each exit, of the gate or of max-prob; inf: all tokens count there alike.
         rank: of the maps, where they are not smaller.
     """
     exits = _exits(decoder, heads)
     sums: dict[int, _Sums] = {}
-    for i, example in examples(decoder, exits, answers[:MOST], thresholds):
+    for i, example in examples(decoder, exits, answers, thresholds):
         sums.setdefault(i, _Sums(example, decoder.config.norm_eps)).add(example)
     stored = torch.promote_types(decoder.dtype, torch.bfloat16)
     specs, tensors = list(heads.specs), list(heads.tensors)
@@ -81,7 +81,7 @@ def errors(
     """
     exits = _exits(decoder, heads)
     totals: dict[int, Tensor] = {}
-    for i, example in examples(decoder, exits, answers[:MOST], thresholds):
+    for i, example in examples(decoder, exits, answers, thresholds):
         if (learned := exits[i].learned_kv) is not None:
             parts = (example.exact, example.exact - example.propagated, example.exact - corrected(learned, example))
             squares = torch.stack([_by_layer(part.square(), example.weight) for part in parts]).double()
@@ -99,6 +99,7 @@ def examples(
     decoder: Decoder, exits: Sequence[ExitHead], answers: Sequence[Answered], thresholds: Sequence[float]
 ) -> Iterator[tuple[int, Example]]:
     """What there is to learn from answers: indices of exits that skip more than one layer, and examples of each."""
+    answers = answers[:: max(1, -(-len(answers) // MOST))]
     first, wide = exits[0].layers_executed, at_least_float32(decoder.dtype)
 
     def kv(layers: range, hidden: Tensor) -> Tensor:
