@@ -61,7 +61,9 @@ def with_learned_kv(
     exits = _exits(decoder, heads)
     sums: dict[int, _Sums] = {}
     for i, example in examples(decoder, exits, answers, thresholds):
-        sums.setdefault(i, _Sums(example, decoder.config.norm_eps)).add(example)
+        if i not in sums:
+            sums[i] = _Sums(example, decoder.config.norm_eps)
+        sums[i].add(example)
     stored = torch.promote_types(decoder.dtype, torch.bfloat16)
     specs, tensors = list(heads.specs), list(heads.tensors)
     for i, found in sums.items():
@@ -141,7 +143,7 @@ class _Sums:
         products, squares = ((w * first.propagated * x).sum(dim=(2, 4)) for x in (first.exact, first.propagated))
         tiny = torch.finfo(squares.dtype).tiny
         self._scale = products / squares.clamp_min(tiny)  # [2, m, kv_heads]
-        mean = (w[:, None] * first.exact).sum(dim=2, keepdim=True) / first.weight.sum()
+        mean = (w * first.exact).sum(dim=2, keepdim=True) / first.weight.sum()
         self._unit = _by_layer((first.exact - mean).square(), first.weight).clamp_min(tiny).sqrt()[..., None, None]
         d = first.hidden.shape[-1] + 1
         columns = first.exact[:, :, 0].numel()
