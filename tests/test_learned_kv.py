@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tiny import learned_kv
 from torch import Tensor
 
 from eeinfer import LLM, Request, SamplingParams
+from eeinfer.core.request import TokenRecord
 from eeinfer.engine.build import head_on
 from eeinfer.errors import ConfigError, HeadsError
 from eeinfer.exits.files import HeadsFile
@@ -27,7 +29,7 @@ from eeinfer.training.traces import Answered
 
 EXITS, DEPTH = (2, 4, 5), 6
 HEADS = HeadsFile(tuple(ExitSpec(n, "shared") for n in EXITS), ({},) * len(EXITS))
-THRESHOLDS = (0.2, inf, 0.5)
+THRESHOLDS = (0.1, inf, 0.5)
 MakeLLM = Callable[..., LLM]
 
 
@@ -37,8 +39,10 @@ def answers() -> list[Answered]:
     return [Answered(f"a{i}", tuple(row), first=3) for i, row in enumerate(rows)]
 
 
-def fitted(decoder: Decoder, answers: list[Answered], rank: int) -> HeadsFile:
-    return with_learned_kv(decoder, HEADS, answers, THRESHOLDS, rank)
+def fitted(
+    decoder: Decoder, answers: list[Answered], rank: int, thresholds: tuple[float, ...] = THRESHOLDS
+) -> HeadsFile:
+    return with_learned_kv(decoder, HEADS, answers, thresholds, rank)
 
 
 def test_the_last_layer_needs_no_map(tiny_decoder: Callable[..., Decoder], answers: list[Answered]) -> None:
@@ -56,9 +60,12 @@ def test_maps_are_the_best_of_their_rank(
     monkeypatch.setattr(module, "RIDGE", 1e-12)
     decoder = tiny_decoder(variant)
     heads = [head_on(decoder, spec, {}) for spec in HEADS.specs]
-    [example] = [e for i, e in examples(decoder, heads, answers, THRESHOLDS) if i == 0]
+    [everything] = [e for i, e in examples(decoder, heads, answers, THRESHOLDS) if i == 0]
+    middle = float(heads[0].logits(everything.hidden).softmax(dim=-1).amax(dim=-1).median())
+    thresholds = (middle, *THRESHOLDS[1:])
+    [example] = [e for i, e in examples(decoder, heads, answers, thresholds) if i == 0]
     assert sorted(set(example.weight.tolist())) == pytest.approx([OTHERS, 1.0])
-    scale = head(decoder, fitted(decoder, answers, 4)).scale
+    scale = head(decoder, fitted(decoder, answers, 4, thresholds)).scale
     mean = (example.exact * weights(example)).sum(dim=2, keepdim=True) / example.weight.sum()
     unit = ((example.exact - mean).square() * weights(example)).sum(dim=(2, 3, 4), keepdim=True).sqrt()
     y = flat((example.exact - scale * example.propagated) / unit, example)
@@ -69,7 +76,7 @@ def test_maps_are_the_best_of_their_rank(
     best = centred[0] @ torch.linalg.lstsq(*centred).solution
     full = (centred[1] - best).square().sum()
     for rank in (2, 5, 32):
-        made = corrected(head(decoder, fitted(decoder, answers, rank)), example)
+        made = corrected(head(decoder, fitted(decoder, answers, rank, thresholds)), example)
         error = flat((example.exact - made) / unit, example).square().sum()
         lost = torch.linalg.svdvals(best)[rank:].square().sum()
         torch.testing.assert_close(error, full + lost, rtol=1e-6, atol=0)
@@ -90,7 +97,7 @@ def flat(values: Tensor, example: Example) -> Tensor:
     return values.permute(2, 0, 1, 3, 4).flatten(1) * example.weight.sqrt()[:, None]
 
 
-def test_errors_are_those_of_the_engine(tiny_decoder: Callable[..., Decoder], answers: list[Answered]) -> None:
+def test_a_higher_rank_leaves_less_error(tiny_decoder: Callable[..., Decoder], answers: list[Answered]) -> None:
     decoder = tiny_decoder("gqa")
     found = {rank: errors(decoder, fitted(decoder, answers, rank), answers, THRESHOLDS) for rank in (1, 8, 32)}
     for i in (0, 1):
@@ -132,13 +139,17 @@ def test_exits_without_it_are_told_and_propagate(heads: Path, make_llm: MakeLLM)
         Request(str(i), prompt_token_ids=(7 * i, 8, 9), sampling=SamplingParams(max_tokens=20)) for i in range(4)
     ]
 
-    def answers(completion: str, exits: tuple[int, ...], threshold: float) -> list[list[tuple[int, int]]]:
-        llm = make_llm(heads=str(heads), exits=exits, completion=completion, threshold=threshold, note=notes.append)
-        return [[(t.token_id, t.layers_executed) for t in output.tokens] for output in llm.generate(requests)]
+    def run(completion: str, threshold: float) -> list[TokenRecord]:
+        options = {"exits": EXITS[:2], "completion": completion, "threshold": threshold, "note": notes.append}
+        return [token for output in make_llm(heads=str(heads), **options).generate(requests) for token in output.tokens]
 
-    both = {completion: answers(completion, EXITS[:2], 0.03) for completion in ("propagate", "learned")}
-    assert {depth for answer in both["learned"] for _, depth in answer} == {2, 4, DEPTH}
-    assert both["learned"] != both["propagate"]
+    middle = median(token.confidence for token in run("propagate", -inf) if token.confidence is not None)
+    learned, propagated = (
+        [(token.token_id, token.layers_executed) for token in run(completion, middle)]
+        for completion in ("learned", "propagate")
+    )
+    assert {depth for _, depth in learned[1:]} == {2, 4, DEPTH}
+    assert learned != propagated
     assert notes == ["no learned completion for exits 4: KV is propagated from there"]
 
 

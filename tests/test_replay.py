@@ -51,7 +51,9 @@ def case(plain: Callable[[str], PlainLlama], tiny_decoder: Callable[..., Decoder
         rng = np.random.default_rng(list(VARIANTS).index(variant))
         prompts = [rng.integers(0, 256, size=prompt).tolist() for prompt, _ in LENGTHS]
         depths = {str(i): random_depths(rng, EXITS, DEPTH, answer) for i, (_, answer) in enumerate(LENGTHS)}
-        plain(variant).learned = {n: learned_tensors(tiny_decoder(variant).config, n) for n in EXITS}
+        config = tiny_decoder(variant).config
+        own = {n: learned_tensors(config, n) for n in EXITS}
+        plain(variant).learned = {n: {name: t.numpy() for name, t in tensors.items()} for n, tensors in own.items()}
         traces = {str(i): plain(variant).generate(prompts[i], depths[str(i)], completion) for i in range(len(LENGTHS))}
         assert min(gap for trace in traces.values() for gap in trace.gaps) > 1e-6, "a near tie proves nothing"
         return prompts, depths, traces

@@ -193,7 +193,7 @@ def bare_exits(
     head = [
         build_head(
             ExitSpec(n, "shared", completion=learned_kv(decoder.config, n)),
-            {name: torch.from_numpy(x).to(decoder.dtype) for name, x in learned_tensors(decoder.config, n).items()},
+            {name: tensor.to(decoder.dtype) for name, tensor in learned_tensors(decoder.config, n).items()},
             final_norm=decoder.final_norm,
             vocabulary=decoder.vocabulary,
             eps=decoder.config.norm_eps,
@@ -209,11 +209,11 @@ def learned_kv(config: ModelConfig, depth: int) -> LearnedKVSpec | None:
     return LearnedKVSpec(3, layers, config.num_kv_heads, config.head_dim) if layers else None
 
 
-def learned_tensors(config: ModelConfig, depth: int) -> dict[str, np.ndarray]:
+def learned_tensors(config: ModelConfig, depth: int) -> dict[str, Tensor]:
     """Random tensors for it, float64."""
     rng, spec = np.random.default_rng(depth), learned_kv(config, depth)
     shapes = spec.tensor_shapes(config.hidden_size) if spec else {}
-    return {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
+    return {name: torch.from_numpy(rng.normal(size=shape) / 2) for name, shape in shapes.items()}
 
 
 class Script:
