@@ -53,7 +53,7 @@ def complete(
         hidden: [n, d], the tokens' hidden states at their exit.
         batch: the n tokens.
         cache: [layers, 2, num_blocks, block_size, kv_heads, head_dim], written in place.
-        learned: the correction of the exit, for `learned`; None where one layer is left, whose KV is exact.
+        learned: the correction of the exit, for `learned`; None where there is none: its KV is propagated.
     """
     match completion:
         case "oracle":

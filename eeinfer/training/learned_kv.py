@@ -25,6 +25,7 @@ from eeinfer.training.traces import Answered, hidden_states
 MOST = 800  # answers
 OTHERS = 0.05  # weight of a token that would not leave
 RIDGE = 3e-3
+_ROWS = 512  # logits at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,8 +121,12 @@ def _weight(head: ExitHead, hidden: Tensor, threshold: float) -> Tensor:
     """What each token [n] counts."""
     if not isfinite(threshold):
         return torch.ones(len(hidden), device=hidden.device)
-    sure = head.logits(hidden).float().softmax(dim=-1).amax(dim=-1) if head.gate is None else head.gate(hidden)
+    sure = torch.cat([_confidence(head, piece) for piece in hidden.split(_ROWS)])
     return torch.where(sure >= threshold, 1.0, OTHERS)
+
+
+def _confidence(head: ExitHead, hidden: Tensor) -> Tensor:
+    return head.logits(hidden).float().softmax(dim=-1).amax(dim=-1) if head.gate is None else head.gate(hidden)
 
 
 def _exits(decoder: Decoder, heads: HeadsFile) -> list[ExitHead]:
