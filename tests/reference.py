@@ -41,9 +41,10 @@ class Trace:
 
 
 class PlainLlama:
-    """The model in `folder`, a Hugging Face folder."""
+    """The model in `folder`, a Hugging Face folder. `learned`: tensors for completion by `learned`, by depth."""
 
     def __init__(self, folder: Path) -> None:
+        self.learned: dict[int, dict[str, Vector]] = {}
         config = json.loads((folder / "config.json").read_text())
         self.weights: dict[str, Vector] = {}
         for path in folder.glob("*.safetensors"):
@@ -154,13 +155,33 @@ class PlainLlama:
                 trace.keys[layer].append(trace.keys[depth - 1][-1])
                 trace.values[layer].append(trace.values[depth - 1][-1])
             else:
-                key, value = self._key_value(layer, self._read_by_attention(layer, hidden), position)
+                normed = self._read_by_attention(layer, hidden)
+                if completion == "learned" and layer > depth:
+                    key, value = self._learned(layer, normed, position, depth, hidden)
+                else:
+                    key, value = self._key_value(layer, normed, position)
                 trace.keys[layer].append(key)
                 trace.values[layer].append(value)
 
     def _key_value(self, layer: int, normed: Vector, position: int) -> tuple[Vector, Vector]:
         key = self._heads(f"model.layers.{layer}.self_attn.k", normed)
         value = self._heads(f"model.layers.{layer}.self_attn.v", normed)
+        return np.stack([self._rotate(head, position, layer) for head in key]), value
+
+    def _learned(self, layer: int, normed: Vector, position: int, depth: int, hidden: Vector) -> tuple[Vector, Vector]:
+        """K and V of one layer as completion by `learned` makes them, one head at a time."""
+        own, skipped = self.learned[depth], layer - depth - 1
+        low = own["completion.down.weight"] @ (hidden / np.sqrt((hidden * hidden).mean() + self.eps))
+        made = []
+        for part, name in enumerate(("k", "v")):
+            heads = self._heads(f"model.layers.{layer}.self_attn.{name}", normed)
+            for head, old in enumerate(heads.copy()):
+                block = (part * (self.num_layers - depth - 1) + skipped) * self.kv_heads + head
+                rows = slice(block * self.head_dim, (block + 1) * self.head_dim)
+                shift = own["completion.up.weight"][rows] @ low + own["completion.up.bias"][rows]
+                heads[head] = own["completion.scale"][part, skipped, head] * old + shift
+            made.append(heads)
+        key, value = made
         return np.stack([self._rotate(head, position, layer) for head in key]), value
 
     def _heads(self, name: str, normed: Vector) -> Vector:

@@ -172,8 +172,11 @@ def test_from_prompts_to_heads_that_serve_with_gates(
     assert [e["results"]["agreement"] for e in header["exits"]] == pytest.approx(
         [e.agreement for e in tuned.dev.exits], abs=1e-6
     )
+    assert [e["completion"] and e["completion"]["layers"] for e in header["exits"]] == [3, 1]
+    assert all(0 < told["learned"] < told["propagate"] for told in header["made_with"]["completion"])
     llm = LLM(str(tiny_model("gqa")), heads=str(tmp_path / "heads"), dtype="float32", num_blocks=200)
     assert (llm.settings.exits.layers, llm.settings.exits.measure) == (EXITS, "gate")
+    assert llm.settings.exits.completion == "learned"
     assert llm.settings.exits.threshold == tuned.dev.joint["gate"].thresholds
     always = LLM(
         str(tiny_model("gqa")), heads=str(tmp_path / "heads"), dtype="float32", num_blocks=200, threshold=-math.inf
@@ -217,10 +220,12 @@ def test_exits_that_are_proposed_are_tuned(
 
 
 def test_heads_without_gates_leave_by_max_prob(run: Callable[..., Tuned | None], tmp_path: Path) -> None:
-    tuned = run(options=Options(kind="linear", rank=8, gate_width=0, epochs=1))
+    tuned = run(options=Options(kind="linear", rank=8, gate_width=0, completion_rank=0, epochs=1))
     assert tuned is not None
     assert list(tuned.dev.joint) == ["max-prob"]
-    assert 'measure = "max-prob"' in (tmp_path / "heads" / "eeinfer.toml").read_text(encoding="utf-8")
+    settings = (tmp_path / "heads" / "eeinfer.toml").read_text(encoding="utf-8")
+    assert 'measure = "max-prob"' in settings
+    assert "completion" not in settings
     assert load_file(tmp_path / "heads" / "exit_heads.safetensors")["exits.1.linear.down.weight"].shape == (8, 32)
 
 

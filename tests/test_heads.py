@@ -27,6 +27,7 @@ from eeinfer.exits.files import (
 )
 from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitHead, ExitSpec, build_head
+from eeinfer.exits.learned_kv import LearnedKVSpec
 
 D, V, EPS = 6, 11, 1e-5
 BASE = Base("tiny", "sha256:" + "ab" * 32, D, V, num_layers=12)
@@ -34,7 +35,7 @@ SPECS = (
     ExitSpec(2, "shared"),
     ExitSpec(4, "norm", temperature=1.5),
     ExitSpec(6, "linear"),
-    ExitSpec(8, "linear", rank=2),
+    ExitSpec(8, "linear", rank=2, completion=LearnedKVSpec(rank=2, layers=3, kv_heads=1, head_dim=4)),
     ExitSpec(10, "linear", tied=False),
     ExitSpec(11, "mlp", rank=2, intermediate=5, gate=GateSpec(3)),
 )
@@ -205,7 +206,15 @@ def test_tensor_shapes() -> None:
         [],
         [("norm.weight", (D,))],
         [("linear.weight", (D, D)), ("norm.weight", (D,))],
-        [("linear.down.weight", (2, D)), ("linear.up.weight", (D, 2)), ("norm.weight", (D,))],
+        [
+            ("completion.down.weight", (2, D)),
+            ("completion.scale", (2, 3, 1)),
+            ("completion.up.bias", (24,)),
+            ("completion.up.weight", (24, 2)),
+            ("linear.down.weight", (2, D)),
+            ("linear.up.weight", (D, 2)),
+            ("norm.weight", (D,)),
+        ],
         [("linear.weight", (D, D)), ("lm_head.weight", (V, D)), ("norm.weight", (D,))],
         [
             ("gate.0.bias", (3,)),
@@ -276,6 +285,7 @@ def test_what_is_written(folder: Path) -> None:
         "temperature": 1.0,
         "intermediate": None,
         "gate": None,
+        "completion": {"rank": 2, "layers": 3, "kv_heads": 1, "head_dim": 4},
         "results": {"agreement": 0.5},
     }
     assert config["exits"][5]["intermediate"] == 5
@@ -317,6 +327,8 @@ def test_gates_in_the_words_of_older_files(folder: Path) -> None:
     def older(config: dict[str, Any]) -> None:
         for entry in config["exits"][:5]:
             del entry["intermediate"]
+            if entry["completion"] is None:
+                del entry["completion"]
             entry["gate"] = False
         config["exits"][5]["gate"] = 3  # a width alone
 
@@ -354,6 +366,14 @@ def test_gates_in_the_words_of_older_files(folder: Path) -> None:
         ),
         (lambda c: c["exits"][5].update(gate={"width": None}), ["exits[5]", "gate is {'width': None}"]),
         (lambda c: c["exits"][5].update(gate={"width": 3, "depth": 2}), ["exits[5]", "'depth': 2"]),
+        (lambda c: c["exits"][3].update(completion=2), ["exits[3]", "completion is 2", "null for none"]),
+        (lambda c: c["exits"][3]["completion"].update(rank=0), ["exits[3]", "'rank': 0", "positive rank"]),
+        (lambda c: c["exits"][3]["completion"].pop("layers"), ["exits[3]", "completion is {", "layers"]),
+        (lambda c: c["exits"][3]["completion"].update(layers=4), ["exits[3]", "has 4 layers, but 3 are left"]),
+        (
+            lambda c: c["exits"][5].update(completion={"rank": 1, "layers": 1, "kv_heads": 1, "head_dim": 4}),
+            ["exits[5]", "has 1 layers, but 0 are left"],
+        ),
         (lambda c: c["exits"][5].update(intermediate=None), ["exits[5]", "intermediate is None", "for kind mlp"]),
         (lambda c: c["exits"][5].pop("intermediate"), ["exits[5]", "intermediate is None", "for kind mlp"]),
         (lambda c: c["exits"][5].update(intermediate=0), ["exits[5]", "intermediate is 0"]),
@@ -391,6 +411,9 @@ def test_config_errors_name_file_and_key(folder: Path, edit: Edit, words: list[s
         (lambda t: t.pop("exits.3.linear.up.weight"), ["exits.3.linear.up.weight is missing"]),
         (lambda t: t.update({"exits.0.norm.weight": torch.ones(D)}), ["unexpected tensor exits.0.norm.weight"]),
         (lambda t: t.update({"exits.6.norm.weight": torch.ones(D)}), ["unexpected tensor exits.6.norm.weight"]),
+        (lambda t: t.pop("exits.3.completion.scale"), ["exits.3.completion.scale is missing"]),
+        (lambda t: t.update({"exits.3.completion.up.bias": torch.ones(23)}), ["completion.up.bias", "(23,)", "(24,)"]),
+        (lambda t: t["exits.3.completion.down.weight"].fill_(float("nan")), ["exits.3.completion.down.weight", "NaN"]),
         (lambda t: t.pop("exits.5.gate.2.bias"), ["exits.5.gate.2.bias is missing"]),
         (lambda t: t.pop("exits.5.mlp_norm.weight"), ["exits.5.mlp_norm.weight is missing"]),
         (lambda t: t.update({"exits.1.gate.0.bias": torch.ones(3)}), ["unexpected tensor exits.1.gate.0.bias"]),
@@ -417,6 +440,7 @@ def test_tensor_errors_name_file_and_tensor(folder: Path, edit: Edit, words: lis
         (4, {"tied": True}),
         (3, {"rank": 3}),
         (2, {"kind": "norm"}),
+        (3, {"completion": None}),
         (5, {"gate": None}),
         (5, {"gate": False}),
         (5, {"intermediate": 6}),

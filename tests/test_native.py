@@ -15,11 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import load_decoder
+from tiny import learned_kv, learned_tensors, load_decoder
 from torch import Tensor
 from torch.nn import functional as F
 
+from eeinfer.engine.build import head_on
 from eeinfer.errors import ConfigError
+from eeinfer.exits.completion import complete
+from eeinfer.exits.heads import ExitSpec
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.native import native
@@ -199,6 +202,26 @@ def test_a_token_does_not_depend_on_the_others(
             assert torch.equal(found[0], expected[i])
     assert end == 0
     assert torch.equal(alone, together)
+
+
+@settings(deadline=None, max_examples=20)
+@given(shape=SHAPES, spans=st.composite(_spans)(), seed=st.integers(0, 2**31))
+def test_learned_completion_is_torchs_and_does_not_depend_on_the_others(
+    folder: Path, shape: dict[str, int], spans: list[list[int]], seed: int
+) -> None:
+    config = _config(**shape)
+    hidden, batch, cache = _ragged(config, spans, 16, seed)
+    caches = []
+    for decoder in _pair(config, folder, seed):
+        exit_ = head_on(decoder, ExitSpec(1, "shared", completion=learned_kv(config, 1)), learned_tensors(config, 1))
+        caches.append(cache.clone())
+        complete("learned", decoder, 1, hidden, batch, caches[-1], exit_.learned_kv)
+    _close(caches[1], caches[0])
+    alone = cache.clone()
+    for i in range(len(hidden)):
+        one = replace(batch, positions=batch.positions[i : i + 1], slots=batch.slots[i : i + 1])
+        complete("learned", decoder, 1, hidden[i : i + 1].contiguous(), one, alone, exit_.learned_kv)
+    assert torch.equal(alone, caches[1])
 
 
 def _ragged(

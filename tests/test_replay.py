@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,18 @@ import numpy as np
 import pytest
 import torch
 from reference import PlainLlama, Trace, random_depths
-from tiny import EOS, VARIANTS, Loop, Script, bare_exits, between_iterations, by_schedule, load_decoder, sequence
+from tiny import (
+    EOS,
+    VARIANTS,
+    Loop,
+    Script,
+    bare_exits,
+    between_iterations,
+    by_schedule,
+    learned_tensors,
+    load_decoder,
+    sequence,
+)
 from tiny_families import CONFIGS
 from torch import Tensor
 
@@ -21,7 +33,7 @@ from eeinfer.core.sequence import Sequence
 from eeinfer.model.decoder import Decoder
 
 NAN = float("nan")
-COMPLETIONS = ("propagate", "copy", "oracle")
+COMPLETIONS = ("propagate", "learned", "copy", "oracle")
 EXITS, DEPTH = (2, 3, 5), 6
 # Prompt and answer lengths of more sequences than run at once, which join while others run; some share a step.
 LENGTHS = ((5, 14), (11, 9), (1, 17), (8, 12), (17, 6), (4, 15), (9, 10))
@@ -31,7 +43,7 @@ Case = tuple[list[Sequence], dict[str, list[int]], dict[str, Trace]]
 
 
 @pytest.fixture(scope="module")
-def case(plain: Callable[[str], PlainLlama]) -> Callable[[str, str], Case]:
+def case(plain: Callable[[str], PlainLlama], tiny_decoder: Callable[..., Decoder]) -> Callable[[str, str], Case]:
     """Sequences with their schedule of depths, and what the reference makes of them."""
 
     @cache
@@ -39,6 +51,9 @@ def case(plain: Callable[[str], PlainLlama]) -> Callable[[str, str], Case]:
         rng = np.random.default_rng(list(VARIANTS).index(variant))
         prompts = [rng.integers(0, 256, size=prompt).tolist() for prompt, _ in LENGTHS]
         depths = {str(i): random_depths(rng, EXITS, DEPTH, answer) for i, (_, answer) in enumerate(LENGTHS)}
+        config = tiny_decoder(variant).config
+        own = {n: learned_tensors(config, n) for n in EXITS}
+        plain(variant).learned = {n: {name: t.numpy() for name, t in tensors.items()} for n, tensors in own.items()}
         traces = {str(i): plain(variant).generate(prompts[i], depths[str(i)], completion) for i in range(len(LENGTHS))}
         assert min(gap for trace in traces.values() for gap in trace.gaps) > 1e-6, "a near tie proves nothing"
         return prompts, depths, traces
@@ -111,8 +126,8 @@ def run_case(decoder: Decoder, case: Case, completion: str, **options: Any) -> t
 
 @pytest.mark.parametrize(
     ("variant", "completion"),
-    # Only propagate has to know what a family is made of.
-    [(v, c) for v in VARIANTS for c in COMPLETIONS if c == "propagate" or v not in CONFIGS],
+    # Only these two have to know what a family is made of.
+    [(v, c) for v in VARIANTS for c in COMPLETIONS if c in {"propagate", "learned"} or v not in CONFIGS],
 )
 def test_mixed_depths_with_preemption_equal_the_reference(
     variant: str, completion: str, tiny_decoder: Callable[..., Decoder], case: Callable[[str, str], Case]
@@ -146,7 +161,7 @@ def test_the_schedule_tells_completions_apart(case: Callable[[str, str], Case]) 
     """What the comparison rests on: filled entries are read later, at full depth, and change what comes after."""
     traces = {completion: case("gqa", completion)[2] for completion in COMPLETIONS}
     _, depths, _ = case("gqa", "propagate")
-    for a, b in (("propagate", "copy"), ("propagate", "oracle"), ("copy", "oracle")):
+    for a, b in combinations(COMPLETIONS, 2):
         assert sum(traces[a][name].tokens != traces[b][name].tokens for name in depths) >= 3
     # A token that ran at full depth has other KV in the last layer, although it and all tokens before it are the same.
     changed = 0

@@ -27,8 +27,9 @@ from eeinfer.core.sequence import Status
 from eeinfer.core.strategy import leave_rule
 from eeinfer.exits.check import Checked, Exit
 from eeinfer.exits.heads import ExitSpec, build_head
+from eeinfer.exits.learned_kv import LearnedKVSpec
 from eeinfer.model.decoder import Decoder
-from eeinfer.model.families import model_config
+from eeinfer.model.families import ModelConfig, model_config
 from eeinfer.model.loader import load_weights
 from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape
@@ -188,12 +189,31 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float64) -> Decoder:
 def bare_exits(
     decoder: Decoder, depths: Sequence[int], measure: str, threshold: float, decay: float = 0.0
 ) -> list[Exit]:
-    """Exits with the model's own norm and head."""
+    """Exits with the model's own norm and head, and with random maps for completion by `learned`."""
     head = [
-        build_head(ExitSpec(n, "shared"), {}, final_norm=decoder.final_norm, vocabulary=decoder.vocabulary, eps=1e-5)
+        build_head(
+            ExitSpec(n, "shared", completion=learned_kv(decoder.config, n)),
+            {name: tensor.to(decoder.dtype) for name, tensor in learned_tensors(decoder.config, n).items()},
+            final_norm=decoder.final_norm,
+            vocabulary=decoder.vocabulary,
+            eps=decoder.config.norm_eps,
+        )
         for n in depths
     ]
     return [Exit(h, measure, threshold, decay=decay) for h in head]
+
+
+def learned_kv(config: ModelConfig, depth: int) -> LearnedKVSpec | None:
+    """Sizes of a learned completion of the exit after `depth` layers."""
+    layers = config.num_layers - depth - 1
+    return LearnedKVSpec(3, layers, config.num_kv_heads, config.head_dim) if layers else None
+
+
+def learned_tensors(config: ModelConfig, depth: int) -> dict[str, Tensor]:
+    """Random tensors for it, float64."""
+    rng, spec = np.random.default_rng(depth), learned_kv(config, depth)
+    shapes = spec.tensor_shapes(config.hidden_size) if spec else {}
+    return {name: torch.from_numpy(rng.normal(size=shape) / 2) for name, shape in shapes.items()}
 
 
 class Script:

@@ -46,6 +46,9 @@ Width = Annotated[int | None, _distill("Width of the MLP.", "the model's hidden 
 Rank = Annotated[int | None, _distill("Rank of the linear map.", "a full matrix", min=1)]
 GateWidth = Annotated[int | None, _distill("Width of the gates; 0: no gates.", _DEFAULT.gate_width, min=0)]
 GateTokens = Annotated[int | None, _distill("Tokens on a gate's shortlist.", _DEFAULT.gate_tokens, min=1)]
+CompletionRank = Annotated[
+    int | None, _distill("Rank of learned completion; 0: none.", _DEFAULT.completion_rank, min=0)
+]
 Epochs = Annotated[float | None, _distill("Passes over the answers.", _DEFAULT.epochs, min=0)]
 Rate = Annotated[float | None, _distill("Highest learning rate.", _DEFAULT.lr, min=0)]
 BatchTokens = Annotated[int | None, _distill("Tokens of one step.", _DEFAULT.batch_tokens, min=1)]
@@ -86,6 +89,7 @@ def tune_heads(
     rank: Rank = None,
     gate_width: GateWidth = None,
     gate_tokens: GateTokens = None,
+    completion_rank: CompletionRank = None,
     epochs: Epochs = None,
     lr: Rate = None,
     batch_tokens: BatchTokens = None,
@@ -101,9 +105,21 @@ def tune_heads(
     """
     from eeinfer.engine.prompt_file import PACKAGED_PROMPTS
 
-    names = ("kind", "width", "rank", "gate_width", "gate_tokens", "epochs", "lr", "batch_tokens", "candidates")
-    values = (kind, width, rank, gate_width, gate_tokens, epochs, lr, batch_tokens, candidates)
-    recipe = _given(zip(names, values, strict=True)) | _given([("full_vocabulary_share", full_vocabulary_share)])
+    recipe = _given(
+        {
+            "kind": kind,
+            "width": width,
+            "rank": rank,
+            "gate_width": gate_width,
+            "gate_tokens": gate_tokens,
+            "completion_rank": completion_rank,
+            "epochs": epochs,
+            "lr": lr,
+            "batch_tokens": batch_tokens,
+            "candidates": candidates,
+            "full_vocabulary_share": full_vocabulary_share,
+        }.items()
+    )
     further = _given([("work", work), ("judge", judge), ("resume", resume)])
     common: dict[str, Any] = {
         "prompts": PACKAGED_PROMPTS if prompts is None else prompt_source(prompts),

@@ -34,7 +34,7 @@ def strictly_increasing(values: Sequence[int]) -> bool:
 # The names of the predicates above are what error messages say is allowed, underscores read as spaces.
 Strategy = Literal["full", "all-exit", "split", "any", "majority", "mean"]
 Measure = Literal["max-prob", "margin", "entropy", "similarity", "gate"]
-Completion = Literal["propagate", "copy", "oracle"]
+Completion = Literal["propagate", "learned", "copy", "oracle"]
 Kernels = Literal["auto", "native", "torch"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 

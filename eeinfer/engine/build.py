@@ -251,6 +251,8 @@ def plan_exits(
         note(f"{why}, so nothing leaves early; pass for example {fix}")
     if exits.measure == "gate":
         _check_gates(reachable, located)
+    if exits.completion == "learned":
+        _check_learned_kv(reachable, located, note)
     return reachable
 
 
@@ -261,6 +263,28 @@ def _check_gates(planned: Sequence[PlannedExit], located: Located) -> None:
             f"exits.measure is 'gate', but {why} for the exit after {bare[0]} layers: pass `--measure max-prob`, or "
             f"tune gates (`eeinfer tune-heads`) and name their folder with --heads"
         )
+
+
+def _check_learned_kv(planned: Sequence[PlannedExit], located: Located, note: Note) -> None:
+    model = (located.config.num_kv_heads, located.config.head_dim)
+    for spec in (exit_.spec for exit_ in planned):
+        if (own := spec.completion) is not None and (own.kv_heads, own.head_dim) != model:
+            raise HeadsError(
+                f"{located.heads}: completion at the exit after {spec.layers_executed} layers is for {own.kv_heads} KV "
+                f"heads of {own.head_dim}, and the model has {model[0]} of {model[1]}; make the heads again with "
+                f"`eeinfer tune-heads`"
+            )
+    # Where one layer is left there is nothing to learn.
+    skipping = [exit_.spec for exit_ in planned if exit_.spec.layers_executed < located.config.num_layers - 1]
+    bare = [spec.layers_executed for spec in skipping if spec.completion is None]
+    if bare and len(bare) == len(skipping):
+        why = f"the heads in {located.heads} have" if located.heads else "without exit heads there is"
+        raise ConfigError(
+            f"exits.completion is 'learned', but {why} none for the exit after {bare[0]} layers: pass `--completion "
+            f"propagate`, or make heads that have it (`eeinfer tune-heads --method distill`)"
+        )
+    if bare:
+        note(f"no learned completion for exits {', '.join(map(str, bare))}: KV is propagated from there")
 
 
 def _heads(

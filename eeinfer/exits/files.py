@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, get_args
@@ -22,13 +22,14 @@ from eeinfer.core.unique_keys import RepeatedKeyError, unique_keys
 from eeinfer.errors import HeadsError
 from eeinfer.exits.gates import GateSpec
 from eeinfer.exits.heads import ExitSpec, HeadKind
+from eeinfer.exits.learned_kv import LearnedKVSpec
 
 CONFIG_NAME = "exit_config.json"
 TENSORS_NAME = "exit_heads.safetensors"
 FORMAT_VERSION = 1
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FIX = "make the heads again with `eeinfer tune-heads`"
-_ENTRY_KEYS = {"layers_executed", "kind", "rank", "tied", "temperature", "intermediate", "gate", "results"}
+_ENTRY_KEYS = {field.name for field in fields(ExitSpec)} | {"results"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,10 @@ def _read_spec(path: Path, index: int, entry: Any, base: Base) -> ExitSpec:
         raise HeadsError(f"{where}: tied is {entry['tied']!r}; it must be true or false")
     sizes = _read_sizes(where, entry)
     tied, gate = entry.get("tied", True), _read_gate(where, entry)
-    return ExitSpec(depth, entry["kind"], tied=tied, temperature=float(temperature), gate=gate, **sizes)
+    completion = _read_completion(where, entry, base.num_layers - depth - 1)
+    return ExitSpec(
+        depth, entry["kind"], tied=tied, temperature=float(temperature), gate=gate, completion=completion, **sizes
+    )
 
 
 def _read_sizes(where: str, entry: dict[str, Any]) -> dict[str, int | None]:
@@ -215,6 +219,24 @@ def _read_gate(where: str, entry: dict[str, Any]) -> GateSpec | None:
             f"gate with a shortlist, positive tokens"
         )
     return GateSpec(**sizes)
+
+
+def _read_completion(where: str, entry: dict[str, Any], layers: int) -> LearnedKVSpec | None:
+    """Sizes of the learned completion; `layers` are left after the first that the exit skips."""
+    sizes = entry.get("completion")
+    if sizes is None:
+        return None
+    names = [field.name for field in fields(LearnedKVSpec)]
+    if not isinstance(sizes, dict) or set(sizes) != set(names) or not all(_is_count(n) for n in sizes.values()):
+        raise HeadsError(
+            f"{where}: completion is {sizes!r}; it must be null for none, or an object with positive {', '.join(names)}"
+        )
+    if sizes["layers"] != layers:
+        raise HeadsError(
+            f"{where}: completion has {sizes['layers']} layers, but {layers} are left after the first that this exit "
+            f"skips; {_FIX}"
+        )
+    return LearnedKVSpec(**sizes)
 
 
 def is_positive(value: Any) -> bool:

@@ -9,7 +9,7 @@ With h the hidden state, rms(.) the parameter-free RMS norm and W the vocabulary
              a gated MLP as in a layer of the model (Shazeer, arXiv 2002.05202)
 
 W is the model's own vocabulary matrix unless the exit brings one (untied). An exit of any kind may have a gate, whose
-forms are in `eeinfer.exits.gates`.
+forms are in `eeinfer.exits.gates`, and what completion by `learned` needs (`eeinfer.exits.learned_kv`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eeinfer.exits.gates import GateSpec, plain_gate
+from eeinfer.exits.learned_kv import LearnedKV, LearnedKVSpec, build_learned_kv
 from eeinfer.ops.norm import rms_norm
 
 HeadKind = Literal["shared", "norm", "linear", "mlp"]
@@ -42,6 +43,7 @@ class ExitSpec:
         temperature: logits are divided by it.
         intermediate: width of the MLP; `None` for other kinds.
         gate: sizes of the gate; `None` for no gate.
+        completion: sizes of the learned completion; `None` for none.
     """
 
     layers_executed: int
@@ -51,6 +53,7 @@ class ExitSpec:
     temperature: float = 1.0
     intermediate: int | None = None
     gate: GateSpec | None = None
+    completion: LearnedKVSpec | None = None
 
     def tensor_shapes(self, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Names (below `exits.{i}.`) and shapes of the tensors this head consists of."""
@@ -67,6 +70,8 @@ class ExitSpec:
             shapes["mlp.down_proj.weight"] = (d, f)
         if self.gate is not None:
             shapes |= self.gate.tensor_shapes(d)
+        if self.completion is not None:
+            shapes |= self.completion.tensor_shapes(d)
         if not self.tied:
             shapes["lm_head.weight"] = (vocab_size, d)
         return shapes
@@ -88,6 +93,7 @@ class ExitHead:
         vocabulary: [n, d] to logits [n, V].
         temperature: logits are divided by it.
         gate: [n, d] to probabilities [n] in float32 or wider; None where the exit has no gate.
+        learned_kv: corrects the KV of skipped layers; None where the exit has nothing for it.
     """
 
     layers_executed: int
@@ -95,6 +101,7 @@ class ExitHead:
     vocabulary: Map
     temperature: float = 1.0
     gate: Map | None = None
+    learned_kv: LearnedKV | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, d], divided by the exit's temperature."""
@@ -136,6 +143,7 @@ def build_head(
         vocabulary if own is None else product(own),
         spec.temperature,
         None if spec.gate is None else gate(spec.gate, gate_tensors(tensors), eps),
+        None if spec.completion is None else build_learned_kv(spec.completion, tensors, eps, product),
     )
 
 

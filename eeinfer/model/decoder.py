@@ -166,28 +166,46 @@ class Decoder:
         """
         if self.native is not None:
             return self.native.layers.project_kv(first_layer, hidden, self._turns(positions, hidden.dtype)[0])
-        w, config = self.weights, self.config
+        k, v = self.unturned_kv(range(first_layer, self.num_layers), hidden)
+        return self.turned(first_layer, k, positions), v
+
+    def unturned_kv(self, layers: range, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """K before positions turn it, and V, that consecutive layers make of the same hidden states.
+
+        Args:
+            layers: m of them, whose plain weights are in memory.
+            hidden: [n, d].
+
+        Returns:
+            [m, n, kv_heads, head_dim] each.
+        """
+        w, config, of = self.weights, self.config, slice(layers.start, layers.stop)
         q_size, kv_size = self._head_sizes[:2]
         # One product a layer: a batched one over this slice of the stack would copy it first, 3 to 20 times slower.
-        normed = self._normed_by_layer(first_layer, hidden)
-        kv = torch.stack([F.linear(x, weight) for x, weight in zip(normed, w.qkv[first_layer:, q_size:], strict=True)])
+        normed = self._normed_by_layer(layers, hidden)
+        kv = torch.stack([F.linear(x, weight) for x, weight in zip(normed, w.qkv[of, q_size:], strict=True)])
         if w.qkv_bias is not None:
-            kv = kv + w.qkv_bias[first_layer:, None, q_size:]
+            kv = kv + w.qkv_bias[of, None, q_size:]
         k, v = kv.split(kv_size, dim=-1)
         if w.k_norm is not None:
             pieces = k.unflatten(-1, (-1, w.k_norm.shape[-1]))
-            k = _scaled(pieces, _rms_norm, w.k_norm[first_layer:, None, None], None, config.norm_eps).flatten(-2)
+            k = _scaled(pieces, _rms_norm, w.k_norm[of, None, None], None, config.norm_eps).flatten(-2)
         k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (k, v))
-        rotation = self._turns_by_layer(first_layer, positions, hidden.dtype)
-        return k if rotation is None else rotate(k, rotation), v
+        return k, v
 
-    def _normed_by_layer(self, first_layer: int, hidden: Tensor) -> Tensor:
-        """What attention reads of `hidden` [n, d] in each of the m layers from `first_layer` on, [m, n, d]."""
+    def turned(self, first_layer: int, k: Tensor, positions: Tensor) -> Tensor:
+        """K [m, n, kv_heads, head_dim] of the layers from `first_layer` on, turned by positions [n]."""
+        rotation = self._turns_by_layer(first_layer, positions, k.dtype)
+        return k if rotation is None else rotate(k, rotation)
+
+    def _normed_by_layer(self, layers: range, hidden: Tensor) -> Tensor:
+        """What attention reads of `hidden` [n, d] in each of m layers, [m, n, d]."""
         w = self.weights
         if w.attention_norm is None:
-            return hidden.expand(self.num_layers - first_layer, *hidden.shape)
-        bias = None if w.attention_norm_bias is None else w.attention_norm_bias[first_layer:, None]
-        return _scaled(hidden, self._norm, w.attention_norm[first_layer:, None], bias, self.config.norm_eps)
+            return hidden.expand(len(layers), *hidden.shape)
+        of = slice(layers.start, layers.stop)
+        bias = None if w.attention_norm_bias is None else w.attention_norm_bias[of, None]
+        return _scaled(hidden, self._norm, w.attention_norm[of, None], bias, self.config.norm_eps)
 
     def _turns_by_layer(self, first_layer: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """The rotation of the layers from `first_layer` on: one for all, or stacked, [m, n, 1, rotary_dim / 2]."""

@@ -14,6 +14,7 @@ from eeinfer.core.request import TokenLogprob
 from eeinfer.exits.check import Checked, Exit
 from eeinfer.exits.completion import complete
 from eeinfer.model.decoder import Decoder
+from eeinfer.ops.token_batch import TokenBatch
 from eeinfer.runner.memory import zeros
 from eeinfer.runner.row_pool import CacheShape, RowPool, padded
 from eeinfer.runner.sampler import sample, token_logprobs
@@ -162,7 +163,12 @@ class ModelRunner:
     def _complete(self, plan: Complete) -> None:
         for stage in sorted(set(plan.stages)):
             rows = [row for row, ran in zip(plan.rows, plan.stages, strict=True) if ran == stage]
-            complete(self.completion, self.decoder, self.stages[stage].stop, *self._rows.take(rows), self.cache)
+            self._fill(stage, *self._rows.take(rows))
+
+    def _fill(self, stage: int, hidden: Tensor, batch: TokenBatch) -> None:
+        """Complete tokens that ran the stages up to this one."""
+        learned = self.exits[stage].head.learned_kv
+        complete(self.completion, self.decoder, self.stages[stage].stop, hidden, batch, self.cache, learned)
 
     # Prefill, and replay after preemption
 
@@ -174,13 +180,13 @@ class ModelRunner:
         tables = padded([span.block_table for span in spans], self._null_block).to(self.decoder.device)
         tokens = SpanTokens.of(spans)
         hidden = self._embed([token for span in spans for token in span.tokens])
-        for stage in self.stages:
+        for index, stage in enumerate(self.stages):
             if not tokens.depths:
                 break
             hidden, _ = self.decoder.run(stage, hidden, tokens.batch(tables, self.shape.block_size), self.cache)
             if stage.stop < self.decoder.num_layers and (stopping := tokens.stopping_at(stage.stop)):
                 batch = tokens.take(stopping).batch(tables, self.shape.block_size)
-                complete(self.completion, self.decoder, stage.stop, hidden[stopping], batch, self.cache)
+                self._fill(index, hidden[stopping], batch)
                 going = tokens.beyond(stage.stop)
                 tokens, hidden = tokens.take(going), hidden[going]
         return self._first_tokens(hidden, tokens, spans)

@@ -64,6 +64,11 @@ class Judged:
     exits: tuple[ExitFigures, ...]
     joint: dict[str, Joint]
 
+    @property
+    def measure(self) -> str:
+        """The measure to serve with: gates where there are some."""
+        return "gate" if "gate" in self.joint else "max-prob"
+
     def to_json(self) -> dict[str, Any]:
         """A plain dict; thresholds of inf as text."""
         return _rounded(asdict(self))

@@ -20,6 +20,7 @@ class Options:
         rank: of the linear map; None: a full matrix.
         gate_width: of the gates; 0: no gates.
         gate_tokens: on the shortlist of each gate.
+        completion_rank: of the maps of learned completion; 0: none, and `propagate` it is.
         epochs: passes over the training tokens.
         lr: the highest learning rate.
         batch_tokens: tokens of one step, over all processes.
@@ -32,6 +33,7 @@ class Options:
     rank: int | None = None
     gate_width: int = 192
     gate_tokens: int = 512
+    completion_rank: int = 128
     epochs: float = 3.0
     lr: float = 1e-3
     batch_tokens: int = 1024

@@ -31,9 +31,12 @@ def prepare(output: Path) -> None:
         raise EeinferError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from None
 
 
-def write_settings(output: Path, layers: Sequence[int], measure: str, thresholds: Sequence[float]) -> None:
-    """The `eeinfer.toml` beside the heads: their exits, measure and thresholds."""
-    table = {"exits": {"layers": list(layers), "measure": measure, "threshold": list(thresholds)}}
+def write_settings(
+    output: Path, layers: Sequence[int], measure: str, thresholds: Sequence[float], completion: str | None = None
+) -> None:
+    """The `eeinfer.toml` beside the heads: their exits, measure and thresholds, and completion if it is not usual."""
+    exits = {"layers": list(layers), "measure": measure, "threshold": list(thresholds)}
+    table = {"exits": exits if completion is None else exits | {"completion": completion}}
     comment = (
         f"# Thresholds at which, on held-out prompts, {PRECISION:.0%} of the tokens that leave agree with the full\n"
         f"# model's. They carry no statistical guarantee.\n"

@@ -27,6 +27,7 @@ from eeinfer.training.distill import distill, spread
 from eeinfer.training.gates import with_gates
 from eeinfer.training.job import Job, locked, new_accelerator
 from eeinfer.training.judge import Judged, costs_of, figures, fit_temperature, predict
+from eeinfer.training.learned_kv import errors, with_learned_kv
 from eeinfer.training.least_squares import check_exits, check_norm, solve
 from eeinfer.training.modules import TrainableHead, initial_tensors
 from eeinfer.training.options import Options
@@ -145,6 +146,10 @@ def _tune(job: Job, asked: _Asked) -> Tuned | None:
         other = figures(predict(decoder, heads, found), costs, chosen)
     tuned = Tuned(dev, other)
     header = _header(job, asked.options, decoder, states["train"].shape[1]) | data_record(requests, answers)
+    if rank := asked.options.completion_rank:
+        thresholds = dev.joint[dev.measure].thresholds
+        heads = with_learned_kv(decoder, heads, splits["train"], thresholds, rank)
+        header["completion"] = _completion_errors(job, decoder, heads, splits["dev"], thresholds)
     _write(job, asked.output, heads, tuned, header)
     return tuned
 
@@ -178,7 +183,8 @@ def _train(
     start = [initial_tensors(decoder, spec, a) for spec, a in zip(specs, maps, strict=True)]
     modules = [TrainableHead(spec, own, eps) for spec, own in zip(specs, start, strict=True)]
     recipe = asdict(replace(options, gate_width=0))
-    del recipe["gate_tokens"]  # gates come later, and are not part of what a checkpoint holds
+    for later in ("gate_tokens", "completion_rank"):  # not part of what a checkpoint holds
+        del recipe[later]
     folder = job.work / f"run-{digest([data, recipe, seed])}"
     if job.accelerator.is_main_process and not asked.resume:
         shutil.rmtree(folder, ignore_errors=True)
@@ -203,14 +209,27 @@ def _gate(options: Options, decoder: Decoder) -> GateSpec | None:
     return GateSpec(width, tokens) if width else None
 
 
+def _completion_errors(
+    job: Job, decoder: Decoder, heads: HeadsFile, answers: Sequence[Answered], thresholds: Sequence[float]
+) -> list[dict[str, float]]:
+    """Errors of completed KV on held-out answers, as the file of the heads tells them."""
+    found = []
+    for i, (before, after) in errors(decoder, heads, answers, thresholds).items():
+        depth = heads.specs[i].layers_executed
+        job.note(f"KV skipped after {depth} layers: squared error {before:.2f} as propagated, {after:.2f} as learned")
+        found.append({"layers_executed": depth, "propagate": round(before, 4), "learned": round(after, 4)})
+    return found
+
+
 def _write(job: Job, output: Path, heads: HeadsFile, tuned: Tuned, header: dict[str, Any]) -> None:
     dev = tuned.dev.to_json()
     results = dev.pop("exits")
     header |= {"dev": dev} | ({} if tuned.other is None else {"judged": tuned.other.to_json()})
     save_heads(output, job.located.base, heads, header=header, results=results)
-    measure = "gate" if "gate" in tuned.dev.joint else "max-prob"
-    chosen = tuned.dev.joint[measure]
-    write_settings(output, [spec.layers_executed for spec in heads.specs], measure, chosen.thresholds)
+    chosen = tuned.dev.joint[tuned.dev.measure]
+    completion = "learned" if any(spec.completion for spec in heads.specs) else None
+    layers = [spec.layers_executed for spec in heads.specs]
+    write_settings(output, layers, chosen.measure, chosen.thresholds, completion)
     if not any(chosen.leaving):
         job.note(
             "no threshold keeps the precision on enough held-out tokens: all are inf and nothing would leave early; "
