@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tiny import load_decoder
 from torch import Tensor
 from torch.nn import functional as F
 
+from eeinfer.engine.self_test import kernel_test
 from eeinfer.errors import ConfigError
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig
@@ -27,7 +29,7 @@ from eeinfer.model.random_weights import random_weights
 from eeinfer.ops.logit_stats import logit_stats
 from eeinfer.ops.native import build
 from eeinfer.ops.native.build import Unavailable
-from eeinfer.ops.native.kernels import HEAD_SIZES, NativeStats, PackedLinear
+from eeinfer.ops.native.kernels import HEAD_SIZES, NativeLayers, NativeStats, PackedLinear
 from eeinfer.ops.token_batch import TokenBatch
 
 CPU = torch.device("cpu")
@@ -211,7 +213,9 @@ def test_a_token_does_not_depend_on_the_others(
     assert torch.equal(alone, together)
 
 
-@pytest.mark.parametrize("shape", [{"head_dim": 64, "num_kv_heads": 3, "group": 3}, {"head_dim": 128, "num_kv_heads": 1, "group": 4}])
+@pytest.mark.parametrize(
+    "shape", [{"head_dim": 64, "num_kv_heads": 3, "group": 3}, {"head_dim": 128, "num_kv_heads": 1, "group": 4}]
+)
 def test_threads_that_share_a_long_prompt_give_its_bits(folder: Path, shape: dict[str, int]) -> None:
     config = _config(
         **shape, hidden_size=64, intermediate_size=64, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False
@@ -269,6 +273,27 @@ def test_nan_stays_with_its_row(folder: Path) -> None:
     found = decoder.run(range(3), hidden, batch, cache)[0]
     assert found[0].isnan().all()
     assert torch.equal(found[1], clean[1])
+
+
+def test_the_test_of_kernels_passes_here_and_notices_wrong_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = kernel_test(folder)
+    assert outcome.passed
+    assert outcome.error > 0, "the reference is another"
+    layer = NativeLayers.layer
+
+    def wrong(layers: NativeLayers, index: int, hidden: Tensor, *rest: Any) -> Tensor:
+        out = layer(layers, index, hidden, *rest)
+        return hidden + (out - hidden) * 1.05 if index == 1 else out
+
+    def neighbourly(layers: NativeLayers, index: int, hidden: Tensor, *rest: Any) -> Tensor:
+        out = layer(layers, index, hidden, *rest)
+        return out * 1.004 if len(hidden) > 1 else out
+
+    monkeypatch.setattr(NativeLayers, "layer", wrong)
+    assert not kernel_test(folder).passed
+    monkeypatch.setattr(NativeLayers, "layer", neighbourly)
+    assert not kernel_test(folder).invariant
+    assert not kernel_test(folder).passed
 
 
 @pytest.mark.parametrize(
