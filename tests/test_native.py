@@ -61,6 +61,43 @@ def test_products_are_torchs(built: ctypes.CDLL, rows: int, columns: int, pairs:
     assert torch.all((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5 * pairs)
 
 
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), columns=st.integers(1, 100), pairs=st.integers(1, 40), in_place=st.booleans())
+def test_rows_of_a_packed_matrix_are_what_they_were(
+    built: ctypes.CDLL, data: st.DataObject, columns: int, pairs: int, in_place: bool
+) -> None:
+    w = torch.randn(columns, 2 * pairs).bfloat16()
+    packed = PackedLinear(built, w.clone(), in_place=in_place)
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, columns - 1), min_size=1, max_size=9)))
+    assert torch.equal(packed.rows(rows), F.embedding(rows, w))
+
+
+@pytest.mark.parametrize("vocab_size", [64, 50])  # without and with padding
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_may_be_packed_where_they_lie(folder: Path, vocab_size: int, tied: bool) -> None:
+    config = replace(_config(**PLAIN, intermediate_size=70), vocab_size=vocab_size, tied=tied)
+    weights = [random_weights(config, torch.bfloat16, CPU, 0) for _ in range(2)]
+    memory = weights[1].output.data_ptr()
+    kept, packed = (
+        Decoder(config, own, native(config, own, folder, keep_plain=keep))
+        for own, keep in zip(weights, (True, False), strict=True)
+    )
+    tokens = torch.arange(vocab_size)
+    hidden, batch, cache = _ragged(config, [list(range(vocab_size))], 16, 0)
+    assert torch.equal(kept.embed(tokens), packed.embed(tokens))
+    runs = [d.run(range(3), d.embed(tokens), batch, cache.clone())[0] for d in (kept, packed)]
+    assert torch.equal(*runs)
+    assert torch.equal(*(d.logits(hidden) for d in (kept, packed)))
+    assert weights[1].qkv.is_meta
+    assert weights[1].lm_head.is_meta
+    assert weights[1].embedding.is_meta == tied
+    assert packed.native is not None
+    held = packed.native.layers._held[0]["output"]
+    assert held is not None
+    assert held.data_ptr() == memory, "it has to be in memory once"
+    assert (packed.device, packed.dtype) == (CPU, torch.bfloat16)
+
+
 @settings(deadline=None, max_examples=20)
 @given(rows=st.integers(1, 30), row=st.integers(0, 29), seed=st.integers(0, 2**31))
 def test_a_row_of_a_product_does_not_depend_on_the_others(built: ctypes.CDLL, rows: int, row: int, seed: int) -> None:
@@ -136,6 +173,18 @@ SHAPES = st.fixed_dictionaries(
         "qk_norm": st.booleans(),
     }
 )
+
+
+PLAIN = {
+    "head_dim": 32,
+    "num_kv_heads": 1,
+    "group": 2,
+    "hidden_size": 32,
+    "qkv_bias": False,
+    "output_bias": False,
+    "mlp_bias": False,
+    "qk_norm": False,
+}
 
 
 def _config(**shape: int) -> ModelConfig:

@@ -91,6 +91,17 @@ int64_t ee_packed_size(int columns, int inputs) { return panels_of(columns) * st
 
 void ee_pack(const bf16* w, int columns, int inputs, bf16* out) { pack(w, columns, inputs, out); }
 
+// Some rows of a matrix that was packed, as they were: out [count, inputs].
+void ee_packed_rows(const bf16* packed, int inputs, const int64_t* rows, int count, bf16* out, int threads) {
+  Team& crew = Team::get();
+  const auto claimed = crew.claim();
+  crew.run(count < 16 ? 1 : threads, [&](int thread, int team, Barrier&) {  // a few are read before a thread wakes
+    const Share own(count, thread, team);
+    for (int i = own.begin; i < own.end; ++i)
+      packed_row(packed, inputs, rows[i], out + static_cast<size_t>(i) * inputs);
+  });
+}
+
 // gate and up, [width, inputs] each, 16 columns of one and the same 16 of the other in a panel.
 void ee_pack_gate_up(const bf16* gate, const bf16* up, int width, int inputs, bf16* out) {
   for (int start = 0; start < width; start += 16)

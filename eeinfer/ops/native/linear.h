@@ -34,6 +34,15 @@ inline void pack(const bf16* w, int columns, int inputs, bf16* out) {
       }
 }
 
+// A row of what was packed, as it was.
+inline void packed_row(const bf16* packed, int inputs, int64_t row, bf16* out) {
+  const bf16* from = packed + row / PANEL * panel_size(inputs) + row % PANEL * 2;
+  for (int k = 0; k < inputs; k += 2, from += 2 * PANEL) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + 32 * 2 * PANEL), _MM_HINT_T0);
+    std::memcpy(out + k, from, 2 * sizeof(bf16));
+  }
+}
+
 // Rows of x begin `stride` apart.
 template <int ROWS>
 inline void sums(const bf16* x, int stride, int inputs, const bf16* panel, __m512 (&acc)[ROWS][2]) {
