@@ -278,6 +278,8 @@ def test_threads_that_share_a_long_prompt_give_its_bits(folder: Path, shape: dic
     finally:
         torch.set_num_threads(1)
     assert torch.equal(found, expected)
+    last = TokenBatch.decode(batch.positions[399:400], batch.block_tables[:1], 16)
+    assert torch.equal(decoder.run(range(3), hidden[399:400], last, cache)[0], expected[399:400])
 
 
 def _ragged(
