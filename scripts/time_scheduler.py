@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--waiting", default="16,256,4096", help="how many wait, each a line (default %(default)s)")
     parser.add_argument("--running", type=int, default=64, help="sequences in flight (default %(default)s)")
     parser.add_argument("--turns", type=int, default=7, help="of each (default %(default)s)")
-    parser.add_argument("--no-prefix-cache", action="store_true", help="as it says")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="blocks are not kept to be shared")
     options = parser.parse_args()
     sizes: Many[int] = [int(size) for size in options.waiting.split(",")]
     queues = {size: Queue(options.running, size, prefix_cache=not options.no_prefix_cache) for size in sizes}
