@@ -14,7 +14,7 @@ from fake_llm import Run, runner
 
 from eeinfer.engine import machine
 from eeinfer.engine.engine import Engine
-from eeinfer.engine.self_test import SelfTest, self_test
+from eeinfer.engine.self_test import KernelTest, SelfTest, self_test
 from eeinfer.model import decoder
 from eeinfer.ops.native.build import Unavailable
 from eeinfer.runner import model_runner
@@ -28,8 +28,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-test is passed without running."""
+    """The self-tests are passed without running."""
     monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda _: SelfTest({2: 1, 6: 1}, None))
+    monkeypatch.setattr("eeinfer.engine.doctor.kernel_test", lambda _: KernelTest(0.03, 0.04, invariant=True))
     monkeypatch.setattr("eeinfer.engine.doctor.free_memory", lambda _: 2**32)
 
 
@@ -132,6 +133,17 @@ def test_the_backend_is_the_one_of_the_settings(run: Run, monkeypatch: pytest.Mo
     out = run("doctor", "--device", "cpu", "--set", "model.kernels=torch").out
     assert "no compiler" not in out
     assert out.count("model.kernels is torch") == 2
+    assert "kernel test" not in out, "they are not used"
+
+
+@pytest.mark.usefixtures("healthy")
+def test_native_kernels_that_are_used_are_tested(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eeinfer.engine.doctor.load", lambda _: None)
+    out = run("doctor", "--device", "cpu").out
+    assert "off by 3.0% (at most 1.2 times torch's own 4.0%); a row's bits are its own" in out
+    for wrong in (KernelTest(0.05, 0.04, invariant=True), KernelTest(0.03, 0.04, invariant=False)):
+        monkeypatch.setattr("eeinfer.engine.doctor.kernel_test", lambda _, wrong=wrong: wrong)
+        assert "set model.kernels to torch" in problems(run, "--device", "cpu")["kernel test"]
 
 
 def test_an_installation_that_does_not_load_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eeinfer.engine.build import head_on
+from eeinfer.engine.self_test import kernel_test
 from eeinfer.errors import ConfigError
 from eeinfer.exits.completion import complete
 from eeinfer.exits.heads import ExitSpec
@@ -30,7 +32,7 @@ from eeinfer.model.random_weights import random_weights
 from eeinfer.ops.logit_stats import logit_stats
 from eeinfer.ops.native import build
 from eeinfer.ops.native.build import Unavailable
-from eeinfer.ops.native.kernels import HEAD_SIZES, NativeStats, PackedLinear
+from eeinfer.ops.native.kernels import HEAD_SIZES, NativeLayers, NativeStats, PackedLinear
 from eeinfer.ops.token_batch import TokenBatch
 
 CPU = torch.device("cpu")
@@ -51,6 +53,43 @@ def test_products_are_torchs(built: ctypes.CDLL, rows: int, columns: int, pairs:
     exact = F.linear(x.double(), w.double())
     # One rounding to 8 bits, and float32 sums.
     assert torch.all((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5 * pairs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), columns=st.integers(1, 100), pairs=st.integers(1, 40), in_place=st.booleans())
+def test_rows_of_a_packed_matrix_are_what_they_were(
+    built: ctypes.CDLL, data: st.DataObject, columns: int, pairs: int, in_place: bool
+) -> None:
+    w = torch.randn(columns, 2 * pairs).bfloat16()
+    packed = PackedLinear(built, w.clone(), in_place=in_place)
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, columns - 1), min_size=1, max_size=9)))
+    assert torch.equal(packed.rows(rows), F.embedding(rows, w))
+
+
+@pytest.mark.parametrize("vocab_size", [64, 50])  # without and with padding
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_may_be_packed_where_they_lie(folder: Path, vocab_size: int, tied: bool) -> None:
+    config = replace(_config(**PLAIN, intermediate_size=70), vocab_size=vocab_size, tied=tied)
+    weights = [random_weights(config, torch.bfloat16, CPU, 0) for _ in range(2)]
+    memory = weights[1].output.data_ptr()
+    kept, packed = (
+        Decoder(config, own, native(config, own, folder, keep_plain=keep))
+        for own, keep in zip(weights, (True, False), strict=True)
+    )
+    tokens = torch.arange(vocab_size)
+    hidden, batch, cache = _ragged(config, [list(range(vocab_size))], 16, 0)
+    assert torch.equal(kept.embed(tokens), packed.embed(tokens))
+    runs = [d.run(range(3), d.embed(tokens), batch, cache.clone())[0] for d in (kept, packed)]
+    assert torch.equal(*runs)
+    assert torch.equal(*(d.logits(hidden) for d in (kept, packed)))
+    assert weights[1].qkv.is_meta
+    assert weights[1].lm_head.is_meta
+    assert weights[1].embedding.is_meta == tied
+    assert packed.native is not None
+    held = packed.native.layers._held[0]["output"]
+    assert held is not None
+    assert held.data_ptr() == memory, "it has to be in memory once"
+    assert (packed.device, packed.dtype) == (CPU, torch.bfloat16)
 
 
 @settings(deadline=None, max_examples=20)
@@ -119,7 +158,7 @@ SHAPES = st.fixed_dictionaries(
     {
         "head_dim": st.sampled_from(HEAD_SIZES),
         "num_kv_heads": st.integers(1, 3),
-        "group": st.integers(1, 5),
+        "group": st.sampled_from([1, 2, 3, 4, 5, 13]),
         "hidden_size": st.sampled_from([32, 62, 96]),
         "intermediate_size": st.sampled_from([30, 64, 130]),
         "qkv_bias": st.booleans(),
@@ -128,6 +167,18 @@ SHAPES = st.fixed_dictionaries(
         "qk_norm": st.booleans(),
     }
 )
+
+
+PLAIN = {
+    "head_dim": 32,
+    "num_kv_heads": 1,
+    "group": 2,
+    "hidden_size": 32,
+    "qkv_bias": False,
+    "output_bias": False,
+    "mlp_bias": False,
+    "qk_norm": False,
+}
 
 
 def _config(**shape: int) -> ModelConfig:
@@ -157,9 +208,10 @@ def _pair(config: ModelConfig, folder: Path, seed: int) -> tuple[Decoder, Decode
 
 
 def _spans(draw: st.DrawFn) -> list[list[int]]:
-    """Positions of some sequences' tokens: each begins somewhere, and is as long as it likes."""
-    starts = st.tuples(st.integers(0, 70), st.integers(1, 40))
-    return [list(range(start, start + count)) for start, count in draw(st.lists(starts, min_size=1, max_size=4))]
+    """Positions of some sequences' tokens: each begins somewhere, and is as long as it likes; a replay leaves gaps."""
+    parts = st.tuples(st.integers(0, 70), st.integers(1, 40), st.integers(1, 3))
+    drawn = draw(st.lists(parts, min_size=1, max_size=4))
+    return [list(range(start, start + count * step, step)) for start, count, step in drawn]
 
 
 @settings(deadline=None, max_examples=40)
@@ -224,6 +276,26 @@ def test_learned_completion_is_torchs_and_does_not_depend_on_the_others(
     assert torch.equal(alone, caches[1])
 
 
+@pytest.mark.parametrize(
+    "shape", [{"head_dim": 64, "num_kv_heads": 3, "group": 3}, {"head_dim": 128, "num_kv_heads": 1, "group": 4}]
+)
+def test_threads_that_share_a_long_prompt_give_its_bits(folder: Path, shape: dict[str, int]) -> None:
+    config = _config(
+        **shape, hidden_size=64, intermediate_size=64, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False
+    )
+    _, decoder = _pair(config, folder, 0)
+    hidden, batch, cache = _ragged(config, [list(range(400)), [5], list(range(200, 270)), [9, 10]], 16, 0)
+    expected, _ = decoder.run(range(3), hidden, batch, cache.clone())
+    torch.set_num_threads(2)
+    try:
+        found, _ = decoder.run(range(3), hidden, batch, cache)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(found, expected)
+    last = TokenBatch.decode(batch.positions[399:400], batch.block_tables[:1], 16)
+    assert torch.equal(decoder.run(range(3), hidden[399:400], last, cache)[0], expected[399:400])
+
+
 def _ragged(
     config: ModelConfig, spans: list[list[int]], block_size: int, seed: int
 ) -> tuple[Tensor, TokenBatch, Tensor]:
@@ -266,6 +338,27 @@ def test_nan_stays_with_its_row(folder: Path) -> None:
     found = decoder.run(range(3), hidden, batch, cache)[0]
     assert found[0].isnan().all()
     assert torch.equal(found[1], clean[1])
+
+
+def test_the_test_of_kernels_passes_here_and_notices_wrong_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = kernel_test(folder)
+    assert outcome.passed
+    assert outcome.error > 0, "the reference is another"
+    layer = NativeLayers.layer
+
+    def wrong(layers: NativeLayers, index: int, hidden: Tensor, *rest: Any) -> Tensor:
+        out = layer(layers, index, hidden, *rest)
+        return hidden + (out - hidden) * 1.05 if index == 1 else out
+
+    def neighbourly(layers: NativeLayers, index: int, hidden: Tensor, *rest: Any) -> Tensor:
+        out = layer(layers, index, hidden, *rest)
+        return out * 1.004 if len(hidden) > 1 else out
+
+    monkeypatch.setattr(NativeLayers, "layer", wrong)
+    assert not kernel_test(folder).passed
+    monkeypatch.setattr(NativeLayers, "layer", neighbourly)
+    assert not kernel_test(folder).invariant
+    assert not kernel_test(folder).passed
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def doctor(
     """Look at the machine: versions, device, memory, what computes and why, compilers, model store; and test it.
 
     The test takes some seconds and needs no model: a tiny random one answers in batches, with early exit and
-    preemption, and its tokens and depths must be those of a reference in float64. Ends with 1 when something is wrong.
+    preemption, and its tokens and depths must be those of a reference in float64. Native kernels, where they are used,
+    must be as near to float32 as torch is in bfloat16. Ends with 1 when something is wrong.
     """
     found = []
     for finding in _findings(resolve):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from eeinfer.config.load import Loaded
 from eeinfer.engine.build import device_of
 from eeinfer.engine.machine import compilers, cores, cpu_features, cpu_name, versions
-from eeinfer.engine.self_test import self_test
+from eeinfer.engine.self_test import TOLERANCE, kernel_test, self_test
 from eeinfer.errors import EeinferError
 from eeinfer.model import store
 from eeinfer.model.native import NATIVE_FOLDER
@@ -42,7 +42,7 @@ class Finding:
 
 
 def findings(resolve: Callable[[], Loaded]) -> Iterator[Finding]:
-    """Everything that was looked at, each as soon as it is known; the self-test is the last.
+    """Everything that was looked at, each as soon as it is known; the self-tests are the last.
 
     Args:
         resolve: loads the settings. When they are bad, that is a finding too, and the rest takes the default device.
@@ -64,11 +64,14 @@ def findings(resolve: Callable[[], Loaded]) -> Iterator[Finding]:
         return
     yield _device(device, device_name)
     yield _memory(device)
-    yield from _backends(device, kernels)
+    backends = list(_backends(device, kernels))
+    yield from backends
     here = compilers()
     text = "; ".join(f"{name}: {line}" for name, line in here.items())
     yield Finding("compilers", text or "none found; native kernels need a C++ compiler", facts=dict(here))
     yield _store()
+    if any(backend.facts["backend"] == "native" for backend in backends):
+        yield _kernel_test()
     yield _self_test(device_name)
 
 
@@ -144,6 +147,16 @@ def _store_problem(home: Path, there: Path, free: int) -> str | None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return f"{there} cannot be written: set EEINFER_HOME to a folder that can"
     return None if free >= _LITTLE else f"little disk is free for {home}: free some, or set EEINFER_HOME"
+
+
+def _kernel_test() -> Finding:
+    outcome = kernel_test(store.home() / NATIVE_FOLDER)
+    text = (
+        f"native kernels in bfloat16 against torch in float32: off by {outcome.error:.1%} (at most {TOLERANCE} times "
+        f"torch's own {outcome.torch_error:.1%}); a row's bits {'are' if outcome.invariant else 'are not'} its own"
+    )
+    problem = "native kernels compute wrong here: set model.kernels to torch, and report the line above"
+    return Finding("kernel test", text, None if outcome.passed else problem, asdict(outcome))
 
 
 def _self_test(device_name: str) -> Finding:

@@ -1,4 +1,4 @@
-"""A quick test of this machine: a tiny random model answers in batches with early exit, and must match a reference."""
+"""Quick tests of this machine: a tiny random model answers in batches with early exit, and must match a reference."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eeinfer.config.load import load_settings
 from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -18,9 +19,11 @@ from eeinfer.exits.files import Base
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig, model_config
 from eeinfer.model.folder import CONFIG_FILE
+from eeinfer.model.native import native
 from eeinfer.model.random_weights import STANDARD_DEVIATION, random_weights
 from eeinfer.model.tokenizer import NoTokenizer
-from eeinfer.model.weights import stored
+from eeinfer.model.weights import Weights, stored
+from eeinfer.ops.token_batch import TokenBatch
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,6 +39,10 @@ _CONFIG = {
 _EXITS = {"exits.layers": (2, 4), "exits.threshold": 0.2, "batching.strategy": "split"}
 _GAIN = 2.0  # of every matrix, so that each layer matters and the best token wins by far more than rounding
 _PROMPTS, _TOKENS = 8, 12
+# Heads of 32 are the smallest that native kernels know; with few layers, rounding does not hide errors.
+_FOR_KERNELS = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+_LENGTHS, _BLOCK_SIZE = (40, 1, 7), 16  # of the prompts of the test of kernels: one is long, so that keys are packed
+TOLERANCE = 1.2  # times the error that torch has in bfloat16 too
 
 Tokens = list[tuple[int, int]]  # (token, layers executed)
 
@@ -51,6 +58,26 @@ class SelfTest:
     def passed(self) -> bool:
         """Whether all answers match, and tokens left at several depths."""
         return self.difference is None and len(self.depths) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTest:
+    """The outcome.
+
+    Attributes:
+        error: of the logits by native kernels, root mean square, in parts of that of the logits.
+        torch_error: of those by torch in bfloat16.
+        invariant: each row has the bits that it has alone.
+    """
+
+    error: float
+    torch_error: float
+    invariant: bool
+
+    @property
+    def passed(self) -> bool:
+        """Whether errors are those of rounding, and a row's bits its own. NaN is no pass."""
+        return self.error <= TOLERANCE * self.torch_error and self.invariant
 
 
 def self_test(device: str) -> SelfTest:
@@ -73,9 +100,59 @@ def self_test(device: str) -> SelfTest:
     return SelfTest(dict(sorted(depths.items())), difference)
 
 
-def _config() -> ModelConfig:
+@torch.inference_mode()
+def kernel_test(folder: Path) -> KernelTest:
+    """The layers and the vocabulary in bfloat16 by native kernels, against torch in float32 with the same weights.
+
+    Prompts of several lengths run together, and then token by token as in decoding, where each must get the same bits.
+
+    Args:
+        folder: where the built library is kept.
+
+    Raises:
+        Unavailable: there are no native kernels here.
+    """
+    config = _config(**_FOR_KERNELS)
+    weights = _weights(config, "cpu", "bfloat16")
+    by_kernels = Decoder(config, weights, native(config, weights, folder, keep_plain=True))
+    in_float32 = Decoder(config, _moved(weights, config, torch.device("cpu"), torch.float32))
+    tokens = torch.randint(config.vocab_size, (sum(_LENGTHS),), generator=torch.Generator().manual_seed(3))
+    tables = torch.arange(len(_LENGTHS) * (width := -(-max(_LENGTHS) // _BLOCK_SIZE))).view(-1, width)
+    batch = TokenBatch.ragged([range(length) for length in _LENGTHS], tables, _BLOCK_SIZE)
+    found, by_torch, expected = (
+        _logits(decoder, tokens, batch) for decoder in (by_kernels, Decoder(config, weights), in_float32)
+    )
+    error, torch_error = (((own - expected).norm() / expected.norm()).item() for own in (found, by_torch))
+    return KernelTest(error, torch_error, torch.equal(_one_by_one(by_kernels, tokens, tables), found))
+
+
+def _logits(decoder: Decoder, tokens: Tensor, batch: TokenBatch) -> Tensor:
+    hidden, _ = decoder.run(
+        range(decoder.num_layers), decoder.embed(tokens), batch, _cache(decoder, batch.block_tables)
+    )
+    return decoder.logits(hidden)
+
+
+def _one_by_one(decoder: Decoder, tokens: Tensor, tables: Tensor) -> Tensor:
+    """As `_logits`, with one token a step."""
+    cache, places = _cache(decoder, tables), [(i, p) for i, length in enumerate(_LENGTHS) for p in range(length)]
+    rows = []
+    for token, (owner, position) in zip(tokens.split(1), places, strict=True):
+        batch = TokenBatch.decode(torch.tensor([position]), tables[owner : owner + 1], _BLOCK_SIZE)
+        hidden, _ = decoder.run(range(decoder.num_layers), decoder.embed(token), batch, cache)
+        rows.append(decoder.logits(hidden))
+    return torch.cat(rows)
+
+
+def _cache(decoder: Decoder, tables: Tensor) -> Tensor:
+    config = decoder.config
+    sizes = (config.num_layers, 2, tables.numel(), _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    return torch.zeros(sizes, dtype=decoder.dtype)
+
+
+def _config(**changes: int) -> ModelConfig:
     with TemporaryDirectory() as folder:
-        (Path(folder) / CONFIG_FILE).write_text(json.dumps(_CONFIG), encoding="utf-8")
+        (Path(folder) / CONFIG_FILE).write_text(json.dumps(_CONFIG | changes), encoding="utf-8")
         return model_config(Path(folder))
 
 
@@ -85,7 +162,7 @@ def _answers(config: ModelConfig, flags: dict[str, Any]) -> dict[str, Tokens | s
     located = Located(
         None, config, Base("self-test", "", config.hidden_size, config.vocab_size, config.num_layers), None
     )
-    model = Model(_decoder(config, settings.model.device, settings.model.dtype), NoTokenizer())
+    model = Model(Decoder(config, _weights(config, settings.model.device, settings.model.dtype)), NoTokenizer())
     planned = plan_exits(settings, located, lambda _: None)
     engine = build_engine(settings, model, build_runner(settings, model, planned))
     for request in _requests(config):
@@ -96,16 +173,19 @@ def _answers(config: ModelConfig, flags: dict[str, Any]) -> dict[str, Tokens | s
     return answers
 
 
-def _decoder(config: ModelConfig, device: str, dtype: str) -> Decoder:
+def _weights(config: ModelConfig, device: str, dtype: str) -> Weights:
     weights = random_weights(config, torch.float32, torch.device("cpu"), seed=1)
     for tensor in stored(weights).values():
         if tensor.dim() > 1 and tensor.std() > 0:  # not the gains
             tensor.mul_(_GAIN / STANDARD_DEVIATION / tensor.shape[-1] ** 0.5)
-    place, kind = device_of(device), dtype_of(dtype, dtype)
-    moved = {name: tensor.to(place, kind) for name, tensor in stored(weights).items()}
+    return _moved(weights, config, device_of(device), dtype_of(dtype, dtype))
+
+
+def _moved(weights: Weights, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Weights:
+    moved = {name: tensor.to(device, dtype) for name, tensor in stored(weights).items()}
     if config.tied:
         moved["lm_head"] = moved["embedding"]
-    return Decoder(config, type(weights)(**moved))
+    return Weights(**moved)
 
 
 def _requests(config: ModelConfig) -> list[Request]:

@@ -41,6 +41,8 @@ class Decoder:
         self.native = native
         self._layers = layer_views(weights, config.num_layers)
         self._layer = self._torch_layer if native is None else native.layers.layer
+        plain = partial(F.embedding, weight=weights.embedding)
+        self._embedded: Map = plain if native is None or native.embed is None else native.embed
         self._head_sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         # Rounded as the embeddings are, which is how the families that have it were trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
@@ -65,7 +67,7 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.weights.embedding.device
+        return self.weights.final_norm.device
 
     @property
     def reads_beyond(self) -> bool:
@@ -74,7 +76,7 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [n, d] of token ids [n]; learned positions are added by the first layer's `run`."""
-        embedded = F.embedding(tokens, self.weights.embedding)
+        embedded = self._embedded(tokens)
         return embedded if self.config.embedding_scale == 1.0 else embedded * self._embedding_scale
 
     def run(self, layers: range, hidden: Tensor, batch: TokenBatch, cache: Tensor) -> tuple[Tensor, Tensor]:

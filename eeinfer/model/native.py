@@ -30,10 +30,14 @@ NATIVE_FOLDER = "native"  # in the model store: where the built library is kept
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The native side of a decoder: its layers, products with matrices, gates, and statistics of logits."""
+    """The native side of a decoder: its layers, products with matrices, gates, and statistics of logits.
+
+    `embed`: [n] token ids to [n, d], where the packed vocabulary matrix is the only one; None: the plain one is there.
+    """
 
     layers: NativeLayers
     vocabulary: PackedLinear
+    embed: Callable[[Tensor], Tensor] | None
     stats: NativeStats
     product: Callable[[Tensor], PackedLinear]
     gate: Callable[[GateSpec, Mapping[str, Tensor], float], Callable[[Tensor], Tensor]]
@@ -44,7 +48,8 @@ def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: b
 
     Args:
         config: of the model.
-        weights: of the model. What is packed is replaced by tensors without data, so that it is in memory once.
+        weights: of the model. What is packed is replaced by tensors without data, so that it is in memory once, and
+            never twice while it is packed.
         folder: where the built library is kept.
         keep_plain: leave all matrices as they are, for callers that copy from them.
 
@@ -66,17 +71,21 @@ def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: b
         {name: getattr(layer, name) for name in NativeLayers.TENSORS}
         for layer in layer_views(weights, config.num_layers)
     ]
+    tied = weights.lm_head is weights.embedding
+    vocabulary = PackedLinear(library, weights.lm_head, in_place=not keep_plain)
     made = Native(
-        NativeLayers(library, sizes, layers),
-        PackedLinear(library, weights.lm_head),
+        NativeLayers(library, sizes, layers, in_place=not keep_plain),
+        vocabulary,
+        vocabulary.rows if tied and not keep_plain else None,
         NativeStats(library),
         partial(PackedLinear, library),
         partial(gate_of, library),
     )
     if not keep_plain:
-        untied = () if weights.lm_head is weights.embedding else ("lm_head",)
-        for name in (*PACKED, *untied):
+        for name in (*PACKED, "lm_head"):
             setattr(weights, name, torch.empty_like(getattr(weights, name), device="meta"))
+        if tied:
+            weights.embedding = weights.lm_head
     return made
 
 

@@ -3,53 +3,22 @@
 
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
 
-#include "attention.h"
+#include "attention_work.h"
 #include "bf16.h"
 #include "gate.h"
 #include "linear.h"
+#include "scratch.h"
+#include "shapes.h"
 #include "stats.h"
 #include "threads.h"
 
 namespace ee {
 
-struct Sizes {
-  int hidden, intermediate, heads, kv_heads, head_dim;
-  float eps, scale;
-};
-
 // Packed matrices; biases and head norms are null where the model has none.
 struct LayerWeights {
   const bf16 *attention_norm, *mlp_norm, *qkv, *output, *gate_up, *down;
   const bf16 *qkv_bias, *output_bias, *gate_up_bias, *down_bias, *q_norm, *k_norm;
-};
-
-struct Tokens {
-  int count, table_width, block_size;
-  const int64_t *positions, *slots;  // [count]
-  const int64_t* owners;             // [count], row of block_tables of each token; null: the token's own index
-  const int64_t* block_tables;       // [sequences, table_width]
-  const float *cos, *sin;            // [count, head_dim / 2]
-};
-
-// Memory that grows and stays.
-class Scratch {
- public:
-  template <class T>
-  T* take(size_t count) {
-    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-    if (bytes > size_) {
-      std::free(memory_);
-      memory_ = std::aligned_alloc(64, bytes);
-      size_ = bytes;
-    }
-    return static_cast<T*>(memory_);
-  }
-
- private:
-  void* memory_ = nullptr;
-  size_t size_ = 0;
 };
 
 inline void rms_norm(const bf16* x, const bf16* gain, int size, float eps, bf16* out) {
@@ -92,23 +61,6 @@ inline void store_kv(const Sizes& sizes, bf16* k, const bf16* v, const bf16* k_n
   std::memcpy(cache.v + at, v, bytes);
 }
 
-// Attention of the KV heads [first, end) of one token, with their query heads.
-inline void attend_token(const Sizes& sizes, const CacheView& cache, const Tokens& tokens, int token, int first, int end,
-                         const bf16* q, bf16* out, Scratch& scratch) {
-  const int context = static_cast<int>(tokens.positions[token]) + 1;
-  const int64_t owner = tokens.owners ? tokens.owners[token] : token;
-  const size_t room = static_cast<size_t>(end - first) * MOST_GROUP * (TILE * tiles_of(context) + sizes.head_dim + 1);
-  const Query query{cache, tokens.block_tables + owner * tokens.table_width, context, first, end, q,
-                    sizes.heads / sizes.kv_heads, sizes.scale, scratch.take<float>(room), out};
-  switch (sizes.head_dim / 32) {
-    case 1: attend_all<1>(query); break;
-    case 2: attend_all<2>(query); break;
-    case 3: attend_all<3>(query); break;
-    case 4: attend_all<4>(query); break;
-    case 8: attend_all<8>(query); break;
-  }
-}
-
 // Nanoseconds of thread 0 in the parts of a layer.
 struct Times {
   int64_t linear, attention, rest;
@@ -139,6 +91,17 @@ extern "C" {
 int64_t ee_packed_size(int columns, int inputs) { return panels_of(columns) * static_cast<int64_t>(panel_size(inputs)); }
 
 void ee_pack(const bf16* w, int columns, int inputs, bf16* out) { pack(w, columns, inputs, out); }
+
+// Some rows of a matrix that was packed, as they were: out [count, inputs].
+void ee_packed_rows(const bf16* packed, int inputs, const int64_t* rows, int count, bf16* out, int threads) {
+  Team& crew = Team::get();
+  const auto claimed = crew.claim();
+  crew.run(count < 16 ? 1 : threads, [&](int thread, int team, Barrier&) {  // a few are read before a thread wakes
+    const Share own(count, thread, team);
+    for (int i = own.begin; i < own.end; ++i)
+      packed_row(packed, inputs, rows[i], out + static_cast<size_t>(i) * inputs);
+  });
+}
 
 // gate and up, [width, inputs] each, 16 columns of one and the same 16 of the other in a panel.
 void ee_pack_gate_up(const bf16* gate, const bf16* up, int width, int inputs, bf16* out) {
@@ -211,8 +174,8 @@ void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_ca
   bf16* middle = attended + static_cast<size_t>(n) * q_size;
   bf16* inner = middle + static_cast<size_t>(n) * d;
   const CacheView cache{k_cache, v_cache, t->block_size, s->kv_heads, s->head_dim};
+  AttentionWork attention(*s, cache, *t, qkv, qkv_size, attended);
   crew.run(threads, [&](int thread, int team, Barrier& barrier) {
-    static thread_local Scratch scores;
     Clock clock(thread ? nullptr : times);
     const Share rows(n, thread, team);
     for (int i = rows.begin; i < rows.end; ++i)
@@ -234,14 +197,7 @@ void ee_layer(const Sizes* s, const LayerWeights* w, const Tokens* t, bf16* k_ca
     }
     barrier.wait();
     clock.lap(&Times::rest);
-    // Few tokens are split by KV heads. Of many, each thread takes every other one: later ones have more to attend to.
-    const int parts = n < team ? std::min(team, s->kv_heads) : 1;
-    for (int item = thread; item < n * parts; item += team) {
-      const int i = item / parts;
-      const Share heads(s->kv_heads, item % parts, parts);
-      attend_token(*s, cache, *t, i, heads.begin, heads.end, qkv + static_cast<size_t>(i) * qkv_size,
-                   attended + static_cast<size_t>(i) * q_size, scores);
-    }
+    attention.run(thread, team);
     barrier.wait();
     clock.lap(&Times::attention);
     linear(attended, n, q_size, w->output, Share(panels_of(d), thread, team), Store{middle, d, w->output_bias, d, hidden});

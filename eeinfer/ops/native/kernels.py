@@ -75,11 +75,14 @@ class LayerSizes:
 
 
 class PackedLinear:
-    """A matrix of bfloat16 [columns, inputs] in the order in which the kernel reads it; inputs are even."""
+    """A matrix of bfloat16 [columns, inputs] in the order in which the kernel reads it; inputs are even.
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
+    `in_place`: it takes the memory of `weight`, which is of no use after that, where it fits.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, *, in_place: bool = False) -> None:
         self.columns, self.inputs = weight.shape
-        self.packed = _pack(library, weight)
+        self.packed = _pack(library, weight, in_place=in_place)
         self._library = library
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -88,6 +91,14 @@ class PackedLinear:
         out = torch.empty(len(x), self.columns, dtype=x.dtype)
         args = (_at(x), len(x), self.inputs, _at(self.packed), self.columns, None, _at(out), torch.get_num_threads())
         self._library.ee_linear(*args)
+        return out
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows [n, inputs] of the matrix at `indices` [n]; the reference is `torch.nn.functional.embedding`."""
+        indices = indices.contiguous()
+        out = torch.empty(len(indices), self.inputs, dtype=self.packed.dtype)
+        args = (_at(self.packed), self.inputs, _at(indices), len(indices), _at(out), torch.get_num_threads())
+        self._library.ee_packed_rows(*args)
         return out
 
 
@@ -112,7 +123,10 @@ class NativeGate:
             "trust": "tokens.weight",
         }
         self._library = library
-        self._held = {ours: _pack(library, tensors[f"gate.{n}.weight"].bfloat16()) for ours, n in matrices.items()}
+        self._held = {
+            ours: _pack(library, tensors[f"gate.{name}.weight"].bfloat16().contiguous(), in_place=False)
+            for ours, name in matrices.items()
+        }
         self._held |= {ours: tensors[f"gate.{name}"].float().contiguous() for ours, name in vectors.items()}
         width, hidden = tensors["gate.down.weight"].shape
         self._gate = _Gate(
@@ -163,18 +177,28 @@ class NativeLayers:
         sizes: head_dim is one of `HEAD_SIZES`; hidden and intermediate are even.
         layers: the `TENSORS` of each layer, as in `eeinfer.model.weights.LayerWeights`; biases and norms of heads are
             None where there are none. Matrices are copied in another order.
+        in_place: the copies take the memory of the matrices, which are of no use after that, where they fit.
     """
 
     TENSORS = tuple(field[0] for field in _LayerWeights._fields_)
 
-    def __init__(self, library: ctypes.CDLL, sizes: LayerSizes, layers: Sequence[Mapping[str, Tensor | None]]) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        sizes: LayerSizes,
+        layers: Sequence[Mapping[str, Tensor | None]],
+        *,
+        in_place: bool = False,
+    ) -> None:
         assert sizes.head_dim in HEAD_SIZES, "callers look before they ask"
         self._library = library
         self._sizes = _Sizes(
             *(sizes.hidden, sizes.intermediate, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.eps, sizes.scale)
         )
         self._kv = (sizes.kv_heads, sizes.head_dim)
-        self._held = [_prepared(library, layer) for layer in layers]  # the structures below point into these
+        self._held = [
+            _prepared(library, layer, in_place=in_place) for layer in layers
+        ]  # the structures below point into these
         self._layers = (_LayerWeights * len(layers))(
             *(_LayerWeights(**{n: _at(t) for n, t in layer.items()}) for layer in self._held)
         )
@@ -242,32 +266,37 @@ class NativeLayers:
         return k, v
 
 
-def _prepared(library: ctypes.CDLL, layer: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def _prepared(library: ctypes.CDLL, layer: Mapping[str, Tensor | None], *, in_place: bool) -> dict[str, Tensor | None]:
     """The tensors of a layer as the kernels read them."""
 
     def one(name: str, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or name not in PACKED:
             return tensor
-        return _pack_gate_up(library, tensor) if name == "gate_up" else _pack(library, tensor)
+        pack = _pack_gate_up if name == "gate_up" else _pack
+        return pack(library, tensor, in_place=in_place)
 
     return {name: one(name, tensor) for name, tensor in layer.items()}
 
 
-def _pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
-    weight = weight.contiguous()
+def _pack(library: ctypes.CDLL, weight: Tensor, *, in_place: bool) -> Tensor:
     columns, inputs = weight.shape
     library.ee_packed_size.restype = ctypes.c_int64
     packed = torch.empty(library.ee_packed_size(columns, inputs), dtype=weight.dtype)
     library.ee_pack(_at(weight), columns, inputs, _at(packed))
-    return packed
+    return _settled(packed, weight, in_place=in_place)
 
 
-def _pack_gate_up(library: ctypes.CDLL, weight: Tensor) -> Tensor:
+def _pack_gate_up(library: ctypes.CDLL, weight: Tensor, *, in_place: bool) -> Tensor:
     gate, up = weight.chunk(2)
     width, inputs = gate.shape
     packed = torch.empty(-(-width // 16) * 32 * inputs, dtype=weight.dtype)
     library.ee_pack_gate_up(_at(gate), _at(up), width, inputs, _at(packed))
-    return packed
+    return _settled(packed, weight, in_place=in_place)
+
+
+def _settled(packed: Tensor, weight: Tensor, *, in_place: bool) -> Tensor:
+    """What was packed, in the memory of `weight` if it may be there and needs no padding."""
+    return weight.view(-1).copy_(packed) if in_place and packed.numel() == weight.numel() else packed
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:

@@ -8,6 +8,8 @@
 // bitwise the same in any batch.
 #pragma once
 
+#include <algorithm>
+
 #include "bf16.h"
 #include "threads.h"
 
@@ -15,6 +17,7 @@ namespace ee {
 
 constexpr int PANEL = 32;
 constexpr int MOST_ROWS = 12;  // 24 sums in registers, two weights, one input
+constexpr int NEAR = 1 << 17;  // inputs that stay in a core's own cache while the panels go by
 
 inline int panels_of(int columns) { return (columns + PANEL - 1) / PANEL; }
 
@@ -31,15 +34,25 @@ inline void pack(const bf16* w, int columns, int inputs, bf16* out) {
       }
 }
 
+// A row of what was packed, as it was.
+inline void packed_row(const bf16* packed, int inputs, int64_t row, bf16* out) {
+  const bf16* from = packed + row / PANEL * panel_size(inputs) + row % PANEL * 2;
+  for (int k = 0; k < inputs; k += 2, from += 2 * PANEL) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + 32 * 2 * PANEL), _MM_HINT_T0);
+    std::memcpy(out + k, from, 2 * sizeof(bf16));
+  }
+}
+
+// Rows of x begin `stride` apart.
 template <int ROWS>
-inline void sums(const bf16* x, int inputs, const bf16* panel, __m512 (&acc)[ROWS][2]) {
+inline void sums(const bf16* x, int stride, int inputs, const bf16* panel, __m512 (&acc)[ROWS][2]) {
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
   for (int k = 0; k < inputs; k += 2, panel += 2 * PANEL) {
     if constexpr (ROWS <= 4) _mm_prefetch(reinterpret_cast<const char*>(panel + 24 * 64), _MM_HINT_T0), _mm_prefetch(reinterpret_cast<const char*>(panel + 24 * 64 + 32), _MM_HINT_T0);
     const __m512bh w0 = pairs(panel), w1 = pairs(panel + PANEL);
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
-      const __m512bh in = broadcast_pair(x + static_cast<size_t>(r) * inputs + k);
+      const __m512bh in = broadcast_pair(x + static_cast<size_t>(r) * stride + k);
       acc[r][0] = _mm512_dpbf16_ps(acc[r][0], w0, in);
       acc[r][1] = _mm512_dpbf16_ps(acc[r][1], w1, in);
     }
@@ -49,7 +62,7 @@ inline void sums(const bf16* x, int inputs, const bf16* panel, __m512 (&acc)[ROW
 template <int ROWS, class Finish>
 inline void block(const bf16* x, int row, int inputs, const bf16* panel, int column, const Finish& finish) {
   __m512 acc[ROWS][2];
-  sums<ROWS>(x + static_cast<size_t>(row) * inputs, inputs, panel, acc);
+  sums<ROWS>(x + static_cast<size_t>(row) * inputs, inputs, inputs, panel, acc);
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; ++r) finish(row + r, column, acc[r][0], acc[r][1]);
 }
@@ -57,17 +70,20 @@ inline void block(const bf16* x, int row, int inputs, const bf16* panel, int col
 // Runs `finish(row, column, sums of 16 columns from `column`, sums of the next 16)` for every row and each of the panels.
 template <class Finish>
 inline void linear(const bf16* x, int rows, int inputs, const bf16* packed, Share panels, const Finish& finish) {
-  for (int panel = panels.begin; panel < panels.end; ++panel) {
-    const bf16* weights = packed + panel * panel_size(inputs);
-    const int column = panel * PANEL;
-    const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    for (int b = 0; b < blocks; ++b) {
-      const Share own(rows, b, blocks);
-      switch (own.end - own.begin) {
+  const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, near = std::max(1, NEAR / (MOST_ROWS * inputs));
+  for (int first = 0; first < blocks; first += near) {
+    const int end = std::min(blocks, first + near);
+    for (int panel = panels.begin; panel < panels.end; ++panel) {
+      const bf16* weights = packed + panel * panel_size(inputs);
+      const int column = panel * PANEL;
+      for (int b = first; b < end; ++b) {
+        const Share own(rows, b, blocks);
+        switch (own.end - own.begin) {
 #define EE_BLOCK(N) case N: block<N>(x, own.begin, inputs, weights, column, finish); break
-        EE_BLOCK(1); EE_BLOCK(2); EE_BLOCK(3); EE_BLOCK(4); EE_BLOCK(5); EE_BLOCK(6);
-        EE_BLOCK(7); EE_BLOCK(8); EE_BLOCK(9); EE_BLOCK(10); EE_BLOCK(11); EE_BLOCK(12);
+          EE_BLOCK(1); EE_BLOCK(2); EE_BLOCK(3); EE_BLOCK(4); EE_BLOCK(5); EE_BLOCK(6);
+          EE_BLOCK(7); EE_BLOCK(8); EE_BLOCK(9); EE_BLOCK(10); EE_BLOCK(11); EE_BLOCK(12);
 #undef EE_BLOCK
+        }
       }
     }
   }
