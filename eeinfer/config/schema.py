@@ -65,6 +65,7 @@ class ModelSettings:
     kernels: Kernels = setting(
         "auto", "What computes the layers: native needs bfloat16 and a CPU with AVX-512 BF16; auto takes it if it can."
     )
+    enforce_eager: bool = setting(False, "Decode without CUDA graphs; on a CPU there are none.")
 
 
 @dataclass(frozen=True, slots=True)

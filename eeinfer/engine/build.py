@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -36,9 +37,12 @@ from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
 from eeinfer.model.weights import Weights
 from eeinfer.ops.native.build import Unavailable
 from eeinfer.ops.norm import at_least_float32
-from eeinfer.runner.memory import num_blocks
+from eeinfer.runner.capture import Capture, CudaCapture
+from eeinfer.runner.graphs import DecodeGraphs
+from eeinfer.runner.memory import check_weights, free_memory
 from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape
+from eeinfer.runner.sizing import cache_shape
 
 Note = Callable[[str], None]
 log = logging.getLogger(__name__)
@@ -134,13 +138,14 @@ def load_model(settings: ModelSettings, located: Located, note: Note, *, keep_pl
         keep_plain: see `eeinfer.model.native.native`.
 
     Raises:
-        ConfigError: the device or number type does not fit this machine.
+        ConfigError: the device or number type does not fit this machine, or the weights do not fit its memory.
         ModelError: files that cannot be used.
     """
     assert located.folder is not None, "random weights are not read"
     device = device_of(settings.device)
     dtype = dtype_of(settings.dtype, located.config.dtype)
     tokenizer = Tokenizer(located.folder, located.config.vocab_size)
+    check_weights(located.base.name, located.config, dtype, device)
     weights = load_weights(located.folder, located.config, dtype, device)
     return Model(new_decoder(settings, located.config, weights, note, keep_plain=keep_plain), tokenizer)
 
@@ -175,6 +180,8 @@ def build_runner(
     cache: Tensor | None = None,
     readiness: Readiness | None = None,
     runner_class: type[ModelRunner] = ModelRunner,
+    capture: Capture | None = None,
+    note: Note = log.debug,
 ) -> ModelRunner:
     """A runner with its exits and its KV cache.
 
@@ -185,6 +192,8 @@ def build_runner(
         cache: of another runner with the same model and the same cache settings, which rests while this one works.
         readiness: decides who is ready in place of the measure.
         runner_class: ModelRunner, or one that also watches it.
+        capture: captures the steps of decoding; None: the device's own way, if it has one and the settings allow it.
+        note: called with one-line notices.
 
     Raises:
         ConfigError: the cache does not fit.
@@ -195,15 +204,37 @@ def build_runner(
         Exit(head_on(decoder, e.spec, e.tensors), measure, e.threshold, stats=decoder.logit_stats, decay=decay)
         for e in planned
     ]
-    max_num_seqs = settings.batching.max_num_seqs
+    capture = capture or _capture(settings.model, decoder)
     if cache is None:
-        blocks = num_blocks(settings.cache, decoder.config, decoder.dtype, decoder.device, max_num_seqs)
+        shape = cache_shape(settings, decoder, exits, captures=capture is not None)
     else:
-        blocks = cache.shape[2] - 1
-    log.debug("%d KV blocks of %d tokens", blocks, settings.cache.block_size)
-    # Each sequence in flight holds at least one block.
-    shape = CacheShape(blocks, settings.cache.block_size, min(max_num_seqs, blocks))
-    return runner_class(decoder, exits, settings.exits.completion, shape, cache=cache, readiness=readiness)
+        shape = CacheShape.of(cache, settings.batching.max_num_seqs)
+    log.debug("%d KV blocks of %d tokens", shape.num_blocks, shape.block_size)
+    runner = runner_class(
+        *(decoder, exits, settings.exits.completion, shape), cache=cache, readiness=readiness, capture=capture
+    )
+    if runner.graphs is not None:
+        _prepare(runner.graphs, decoder.device, note)
+    return runner
+
+
+def _capture(settings: ModelSettings, decoder: Decoder) -> Capture | None:
+    """What captures decode steps: CUDA graphs, where attention stops at the end of each row's context.
+
+    Attention in plain torch reads block tables to their end, and a captured step has tables of a fixed width.
+    """
+    if settings.enforce_eager or decoder.device.type != "cuda" or decoder.reads_whole_tables:
+        return None
+    return CudaCapture(decoder.device)
+
+
+def _prepare(graphs: DecodeGraphs, device: torch.device, note: Note) -> None:
+    """Capture what is captured before the first request, and tell."""
+    note("capturing CUDA graphs of decode steps")
+    free, started = free_memory(device), perf_counter()
+    count = graphs.prepare()
+    taken = max(0, free - free_memory(device))
+    note(f"captured {count} CUDA graphs in {perf_counter() - started:.1f} s, {taken / 2**20:.0f} MiB")
 
 
 def build_engine(settings: Settings, model: Model, runner: ModelRunner) -> Engine:
