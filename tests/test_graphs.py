@@ -147,9 +147,10 @@ def gated(decoder: Decoder, measure: str, threshold: float) -> list[Exit]:
         spec = ExitSpec(depth, "linear", 8, gate=GateSpec(6), temperature=1.5)
         shapes = spec.tensor_shapes(config.hidden_size, config.vocab_size)
         tensors = {
-            n: torch.randn(s, generator=generator, dtype=torch.float64) / s[-1] ** 0.5 for n, s in shapes.items()
+            name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(decoder.dtype)
+            for name, shape in shapes.items()
         }
-        tensors["norm.weight"] = 6 * torch.ones(config.hidden_size, dtype=torch.float64)
+        tensors["norm.weight"] = torch.full((config.hidden_size,), 6, dtype=decoder.dtype)
         head = build_head(spec, tensors, final_norm=decoder.final_norm, vocabulary=decoder.vocabulary, eps=1e-5)
         made.append(Exit(head, measure, threshold))
     return made

@@ -17,7 +17,7 @@ from tiny import bare_exits, load_decoder
 from eeinfer.config.load import load_settings
 from eeinfer.config.schema import CacheSettings, Settings
 from eeinfer.core.plan import Outcome, Pass, Plan, Prefill
-from eeinfer.engine import build
+from eeinfer.engine import build, capturing
 from eeinfer.engine.build import Model, build_runner, load_model, locate
 from eeinfer.errors import ConfigError, EeinferError
 from eeinfer.model import loader
@@ -236,15 +236,15 @@ def test_when_decode_steps_are_captured(
     tiny_decoder: TinyDecoder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "CudaCapture", lambda _: DryCapture())
+    monkeypatch.setattr(capturing, "CudaCapture", lambda _: DryCapture())
     decoder = said_to_be_on_cuda(tiny_decoder("gqa"))
     decoder.device, decoder.reads_whole_tables = torch.device(device), whole_tables
-    assert (build._capture(settings_of(model__enforce_eager=eager).model, decoder) is not None) == captures
+    assert (capturing.device_capture(settings_of(model__enforce_eager=eager).model, decoder) is not None) == captures
 
 
 def test_capturing_is_told(tiny_decoder: TinyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter((900 * MIB, 850 * MIB))
-    monkeypatch.setattr(build, "free_memory", lambda _: next(free))
+    monkeypatch.setattr(capturing, "free_memory", lambda _: next(free))
     model = Model(tiny_decoder("gqa"), NoTokenizer())
     settings = settings_of(batching__max_num_seqs=5, cache__num_blocks=9)
     notes: list[str] = []

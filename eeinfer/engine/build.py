@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib import resources
 from math import inf
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from eeinfer.core.block_manager import BlockManager
 from eeinfer.core.readiness import Readiness
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.strategy import leave_rule
+from eeinfer.engine.capturing import device_capture, prepare
 from eeinfer.engine.engine import Engine
 from eeinfer.errors import ConfigError, HeadsError, ModelError
 from eeinfer.exits.check import Exit
@@ -37,9 +37,8 @@ from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
 from eeinfer.model.weights import Weights
 from eeinfer.ops.native.build import Unavailable
 from eeinfer.ops.norm import at_least_float32
-from eeinfer.runner.capture import Capture, CudaCapture
-from eeinfer.runner.graphs import DecodeGraphs
-from eeinfer.runner.memory import check_weights, free_memory
+from eeinfer.runner.capture import Capture
+from eeinfer.runner.memory import check_weights
 from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape
 from eeinfer.runner.sizing import cache_shape
@@ -204,7 +203,7 @@ def build_runner(
         Exit(head_on(decoder, e.spec, e.tensors), measure, e.threshold, stats=decoder.logit_stats, decay=decay)
         for e in planned
     ]
-    capture = capture or _capture(settings.model, decoder)
+    capture = capture or device_capture(settings.model, decoder)
     if cache is None:
         shape = cache_shape(settings, decoder, exits, captures=capture is not None)
     else:
@@ -214,27 +213,8 @@ def build_runner(
         *(decoder, exits, settings.exits.completion, shape), cache=cache, readiness=readiness, capture=capture
     )
     if runner.graphs is not None:
-        _prepare(runner.graphs, decoder.device, note)
+        prepare(runner.graphs, decoder.device, note)
     return runner
-
-
-def _capture(settings: ModelSettings, decoder: Decoder) -> Capture | None:
-    """What captures decode steps: CUDA graphs, where attention stops at the end of each row's context.
-
-    Attention in plain torch reads block tables to their end, and a captured step has tables of a fixed width.
-    """
-    if settings.enforce_eager or decoder.device.type != "cuda" or decoder.reads_whole_tables:
-        return None
-    return CudaCapture(decoder.device)
-
-
-def _prepare(graphs: DecodeGraphs, device: torch.device, note: Note) -> None:
-    """Capture what is captured before the first request, and tell."""
-    note("capturing CUDA graphs of decode steps")
-    free, started = free_memory(device), perf_counter()
-    count = graphs.prepare()
-    taken = max(0, free - free_memory(device))
-    note(f"captured {count} CUDA graphs in {perf_counter() - started:.1f} s, {taken / 2**20:.0f} MiB")
 
 
 def build_engine(settings: Settings, model: Model, runner: ModelRunner) -> Engine:
