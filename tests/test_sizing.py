@@ -23,6 +23,7 @@ from eeinfer.errors import ConfigError, EeinferError
 from eeinfer.model import loader
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.tokenizer import NoTokenizer
+from eeinfer.ops.token_batch import TokenBatch
 from eeinfer.runner import capture, memory, sizing
 from eeinfer.runner.capture import CudaCapture, DryCapture, Step
 from eeinfer.runner.memory import check_weights
@@ -88,6 +89,23 @@ def test_the_largest_steps_are_run(
     assert isinstance(prefill, Prefill)
     assert [len(span.tokens) for span in prefill.spans] == lengths
     assert [(p.stage, len(p.rows)) for p in passes if isinstance(p, Pass)] == [(0, rows), (1, rows), (2, rows)]
+
+
+def test_kernels_that_stop_at_the_context_are_launched_for_the_longest(
+    tiny_decoder: TinyDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoder, "reads_whole_tables", False)
+    widths = set()
+    attend = Decoder.attend
+
+    def spy(decoder: Decoder, *given: Any) -> Any:
+        widths.update(batch.block_tables.shape for batch in given if isinstance(batch, TokenBatch))
+        return attend(decoder, *given)
+
+    monkeypatch.setattr(Decoder, "attend", spy)
+    settings = settings_of(batching__max_num_batched_tokens=20, batching__max_num_seqs=3)
+    assert measured(settings, tiny_decoder("gqa"), (), Scripted(7, 5)) == StepMemory(7, 5)
+    assert widths == {(1, 2), (3, 1), (3, 10)}
 
 
 def test_steps_that_do_not_fit(tiny_decoder: TinyDecoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,8 @@ class DecodeBuffers:
         self._block_tables[self._spare] = shape.trash_block
         # Slots, tokens and positions of a step's rows, then what changed: see `begin`.
         self._inputs = torch.zeros(rows * (3 + 3 * self.width), dtype=torch.int64, device=device)
-        self._known: list[tuple[int, ...]] = [()] * rows  # the block table of each slot, as the device has it
+        # The block table of each slot, as the device has it; None where that is not known.
+        self._known: list[tuple[int, ...] | None] = [()] * rows
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +81,10 @@ class DecodeBuffers:
             The blocks that these rows are the first to write, int64 [m].
         """
         padding = [0] * (size - len(rows))
-        places, blocks = self._changes(rows)
+        changed = [row for row in rows if self._known[row.slot] != row.block_table]
+        places, blocks = self._changes(changed)
+        for row in changed:
+            self._known[row.slot] = None  # should this be interrupted
         block_size = self._shape.block_size
         fresh = [
             block
@@ -99,10 +103,12 @@ class DecodeBuffers:
             *blocks,
             *fresh,
         ]
-        changed = self._capture.upload(values, self._inputs)[3 * size :]
-        at, becomes, first_written = changed.split([len(places), len(blocks), len(fresh)])
+        beyond = self._capture.upload(values, self._inputs)[3 * size :]
+        at, becomes, first_written = beyond.split([len(places), len(blocks), len(fresh)])
         if places:
             self._block_tables.view(-1).index_copy_(0, at, becomes)
+        for row in changed:
+            self._known[row.slot] = row.block_table
         return first_written
 
     def point(self, rows: Sequence[Row], size: int) -> None:
@@ -119,14 +125,13 @@ class DecodeBuffers:
         blocks: list[int] = []
         for row in rows:
             known, table = self._known[row.slot], row.block_table
-            if known == table:
-                continue
-            same = len(known) if table[: len(known)] == known else 0
-            end = max(len(known), len(table))
+            same, end = 0, self.width
+            if known is not None:
+                same = len(known) if table[: len(known)] == known else 0
+                end = max(len(known), len(table))
             first = row.slot * self.width
             places += range(first + same, first + end)
             blocks += [*table[same:], *[self._shape.null_block] * (end - len(table))]
-            self._known[row.slot] = table
         return places, blocks
 
     # Within a step, on the device: nothing here depends on values

@@ -5,7 +5,8 @@ what is left of a size is padding rows (see `DecodeBuffers`). A graph gathers it
 runs the layers, scatters them back, checks the exit and leaves a verdict. The host waits in one place: where it reads
 that verdict, or tokens that the graph could not pick.
 
-Graphs of the narrowest tables are captured before the first request; wider ones when a context first needs them.
+Graphs of the narrowest tables are captured before the first request; those of wider ones, for all numbers of rows at
+once, when a context first needs them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from eeinfer.runner.row_pool import CacheShape
 from eeinfer.runner.sampler import sample, token_logprobs
 from eeinfer.runner.verdicts import Picked, exit_verdicts
 
+Kind = Literal["stage", "head", "complete"]
 _NARROWEST = 1024  # tokens
 
 
@@ -57,7 +59,7 @@ class Key(NamedTuple):
     `place` is the index of the stage, of the exit, or of the stage after which completion starts.
     """
 
-    kind: Literal["stage", "head", "complete"]
+    kind: Kind
     place: int
     rows: int
     width: int
@@ -107,14 +109,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def prepare(self) -> int:
-        """Capture the graphs of the narrowest tables, largest first. Returns how many there are."""
-        for rows in reversed(self._sizes):
-            for stage in range(len(self._stages)):
-                self._graph(self._key("stage", stage, rows, 1))
-            for index, exit_ in enumerate(self._exits):
-                if exit_.measure not in LOGIT_MEASURES:
-                    self._graph(self._key("head", index, rows, 1))
-                self._graph(self._key("complete", index, rows, 1))
+        """Capture the graphs of the narrowest tables. Returns how many there are."""
+        self._capture_all(1)
         return len(self._graphs)
 
     def run(self, plan: Pass) -> Outcome:
@@ -197,7 +193,7 @@ class DecodeGraphs:
 
     # Graphs
 
-    def _key(self, kind: Literal["stage", "head", "complete"], place: int, rows: int, width: int) -> Key:
+    def _key(self, kind: Kind, place: int, rows: int, width: int) -> Key:
         """The graph that does this for at least so many rows and blocks."""
         if kind == "head" or (kind == "complete" and self._completion != "oracle"):
             width = self._widths[-1]  # reads no context
@@ -205,16 +201,31 @@ class DecodeGraphs:
 
     def _graph(self, key: Key) -> Step:
         """What replays this graph. It may be captured here, so inputs are filled afterwards."""
-        if (found := self._graphs.get(key)) is None:
-            self._buffers.blank(key.rows)
-            try:
-                found = self._graphs[key] = self._capture.capture(partial(self._step, key))
-            except torch.OutOfMemoryError as error:
-                raise EeinferError(
-                    f"no memory is left to capture a CUDA graph for {key.rows} rows ({error}); lower "
-                    f"cache.memory_fraction or batching.max_num_seqs, or pass --enforce-eager"
-                ) from None
-        return found
+        if key not in self._graphs:
+            self._capture_all(key.width)
+        return self._graphs[key]
+
+    def _capture_all(self, width: int) -> None:
+        """Capture what is missing for tables of this width, largest first: all at once, and not one by one later on."""
+        for rows in reversed(self._sizes):
+            kinds: list[tuple[Kind, int]] = [("stage", stage) for stage in range(len(self._stages))]
+            for place, exit_ in enumerate(self._exits):
+                kinds += [("complete", place)]
+                kinds += [("head", place)] * (exit_.measure not in LOGIT_MEASURES)
+            for kind, place in kinds:
+                key = self._key(kind, place, rows, width)
+                if key not in self._graphs:
+                    self._graphs[key] = self._captured(key)
+
+    def _captured(self, key: Key) -> Step:
+        self._buffers.blank(key.rows)
+        try:
+            return self._capture.capture(partial(self._step, key))
+        except torch.OutOfMemoryError as error:
+            raise EeinferError(
+                f"no memory is left to capture a CUDA graph for {key.rows} rows ({error}); lower "
+                f"cache.memory_fraction or batching.max_num_seqs, or pass --enforce-eager"
+            ) from None
 
     def _step(self, key: Key) -> None:
         """What is captured: nothing in it may wait for the device, or depend on values that lie there."""

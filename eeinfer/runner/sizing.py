@@ -15,6 +15,7 @@ from eeinfer.exits.check import Exit
 from eeinfer.exits.measures import LOGIT_MEASURES
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig
+from eeinfer.ops.token_batch import TokenBatch
 from eeinfer.runner.capture import DryCapture
 from eeinfer.runner.decode_buffers import DecodeBuffers
 from eeinfer.runner.graphs import row_sizes
@@ -88,7 +89,8 @@ def cache_shape(settings: Settings, decoder: Decoder, exits: Sequence[Exit], *, 
 def measured(settings: Settings, decoder: Decoder, exits: Sequence[Exit], meter: Meter) -> StepMemory:
     """Run the largest prefill and the largest decode batch on a cache that just holds them.
 
-    What attention in plain torch gathers of long contexts comes on top of the decode batch.
+    What attention in plain torch gathers of long contexts comes on top: kernels that stop at the end of a context are
+    launched once for the longest.
 
     Raises:
         ConfigError: they do not fit.
@@ -109,6 +111,8 @@ def measured(settings: Settings, decoder: Decoder, exits: Sequence[Exit], meter:
         meter.start()
         for stage in range(len(runner.stages)):
             runner.run(_pass(stage, batching.max_num_seqs))
+        if not decoder.reads_whole_tables:
+            _run_widest(runner)
         return StepMemory(prefill, meter.peak())
     except torch.OutOfMemoryError:
         free = free_memory(decoder.device) / 2**20
@@ -151,6 +155,16 @@ def _prefill(lengths: Sequence[int], tables: Sequence[tuple[int, ...]], depth: i
             for slot, (length, table) in enumerate(zip(lengths, tables, strict=True))
         )
     )
+
+
+@torch.inference_mode()
+def _run_widest(runner: ModelRunner) -> None:
+    """All rows through all layers, with block tables as wide as the longest context."""
+    decoder, block_size, rows = runner.decoder, runner.shape.block_size, runner.shape.max_num_seqs
+    width = -(-decoder.config.max_position // block_size)
+    positions = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
+    batch = TokenBatch.decode(positions, positions.new_zeros(rows, width), block_size)
+    decoder.run(range(decoder.num_layers), decoder.embed(positions), batch, runner.cache)
 
 
 def _pass(stage: int, rows: int) -> Pass:
