@@ -120,15 +120,15 @@ def test_each_option_sets_its_key(run: Run) -> None:
         "sampling.frequency_penalty": "1.25",
         "sampling.seed": "11",
     }
-    switches = {"cache.prefix_cache": "--no-prefix-cache"}
+    switches = {"cache.prefix_cache": ("--no-prefix-cache", False), "model.enforce_eager": ("--enforce-eager", True)}
     assert {*values, *switches} == set(FLAGS) <= set(declared())
     arguments = [part for key, value in values.items() for part in (FLAGS[key].spellings[-1], value)]
-    arguments += switches.values()
+    arguments += [flag for flag, _ in switches.values()]
     shown = json.loads(run("config", "show", "--json", "--origin", *arguments).out)
     given = {key: entry["value"] for key, entry in shown.items() if entry["origin"] == "argument"}
     numbers = {key: json.loads(value) for key, value in values.items() if value.replace(".", "").isdigit()}
     lists = {"exits.layers": [5, 10], "exits.threshold": [0.5, "-inf"]}
-    assert given == {**values, **numbers, **lists, **dict.fromkeys(switches, False)}
+    assert given == {**values, **numbers, **lists, **{key: value for key, (_, value) in switches.items()}}
 
 
 def test_a_flag_equal_to_the_default_beats_a_file(run: Run, tmp_path: Path) -> None:

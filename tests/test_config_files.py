@@ -200,6 +200,7 @@ def test_show_says_where_values_come_from_with_every_layer_in_play(
         "dtype": f"{shared} (project)",
         "device": "built-in default",
         "kernels": "built-in default",
+        "enforce_eager": "built-in default",
         "layers": f"{calibration} (calibration of the exit heads)",
         "measure": "built-in default",
         "threshold": f"{calibration} (calibration of the exit heads)",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eeinfer.core.block_manager import BlockManager
 from eeinfer.core.plan import Outcome, Pass, Plan, Prefill
+from eeinfer.core.readiness import Readiness
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.sequence import Sequence as Seq
 from eeinfer.core.sequence import Status
@@ -31,6 +32,7 @@ from eeinfer.exits.learned_kv import LearnedKVSpec
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig, model_config
 from eeinfer.model.loader import load_weights
+from eeinfer.runner.capture import Capture
 from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape
 
@@ -274,13 +276,17 @@ class Loop:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 64
     prefix_cache: bool = True
+    readiness: Readiness | None = None
+    capture: Capture | None = None
     plans: list[Plan] = field(default_factory=list)
     before: Callable[[Plan], None] = lambda _: None
     after: Callable[[Plan, Outcome], None] = lambda *_: None
 
     def __post_init__(self) -> None:
         shape = CacheShape(self.num_blocks, self.block_size, self.max_num_seqs)
-        self.runner = ModelRunner(self.decoder, self.exits, self.completion, shape)
+        self.runner = ModelRunner(
+            self.decoder, self.exits, self.completion, shape, readiness=self.readiness, capture=self.capture
+        )
         self.scheduler = Scheduler(
             BlockManager(self.num_blocks, self.block_size, prefix_cache=self.prefix_cache),
             tuple(stage.stop for stage in self.runner.stages),

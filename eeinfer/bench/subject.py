@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from eeinfer.bench import report
 from eeinfer.config.schema import ModelSettings
 from eeinfer.engine.build import Located, Model, Note, device_of, dtype_of, load_model, new_decoder
-from eeinfer.errors import ConfigError
 from eeinfer.exits.files import Base
 from eeinfer.model.random_weights import random_weights, shape_config
 from eeinfer.model.tokenizer import NoTokenizer
 from eeinfer.model.weights import weight_bytes
-from eeinfer.runner.memory import free_memory
+from eeinfer.runner.memory import check_weights
 
 
 def locate_random(name: str) -> Located:
@@ -63,12 +62,7 @@ def load_subject(settings: ModelSettings, located: Located, seed: int, note: Not
         return Subject(located, load_model(settings, located, note))
     config = located.config
     device, dtype = device_of(settings.device), dtype_of(settings.dtype, config.dtype)
-    needed, free = weight_bytes(config, dtype), free_memory(device)
-    if needed > free:
-        raise ConfigError(
-            f"--random-weights {located.base.name} needs {needed / 2**30:.1f} GiB in {dtype}, but "
-            f"{free / 2**30:.1f} GiB are free on {device}: take a smaller shape"
-        )
+    needed = check_weights(f"--random-weights {located.base.name}", config, dtype, device)
     note(f"making up {needed / 2**30:.1f} GiB of random weights in the shape of {located.base.name}")
     decoder = new_decoder(settings, config, random_weights(config, dtype, device, seed), note)
     return Subject(located, Model(decoder, NoTokenizer()))

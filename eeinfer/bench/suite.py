@@ -179,9 +179,8 @@ class Suite:
         timer = timer_for(subject.model.decoder.device)
         timed = replace(subject.model, decoder=TimedDecoder(subject.model.decoder, timer))
         cache = cell.runner.cache
-        runner = build_runner(
-            cell.settings, timed, cell.planned, cache=cache, readiness=readiness, runner_class=TimedRunner
-        )
+        eager = replace(cell.settings, model=replace(cell.settings.model, enforce_eager=True))  # a graph has no parts
+        runner = build_runner(eager, timed, cell.planned, cache=cache, readiness=readiness, runner_class=TimedRunner)
         return breakdown(build_engine(cell.settings, timed, runner), timer, _shortened(requests, BREAKDOWN_TOKENS))
 
 

@@ -118,6 +118,7 @@ bench = typer.Typer(
     "model.dtype",
     "model.device",
     "model.kernels",
+    "model.enforce_eager",
     "exits.measure",
     "exits.completion",
     "cache.num_blocks",

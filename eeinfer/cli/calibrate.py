@@ -65,6 +65,7 @@ Force = Annotated[bool, typer.Option("--force", help="Even if the heads were tun
     "model.dtype",
     "model.device",
     "model.kernels",
+    "model.enforce_eager",
     "exits.measure",
     "exits.decay",
     "exits.completion",

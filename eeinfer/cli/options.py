@@ -35,6 +35,7 @@ FLAGS = {
     "model.dtype": Flag(("--dtype",), "NAME"),
     "model.device": Flag(("--device",), "NAME"),
     "model.kernels": Flag(("--kernels",), "NAME"),
+    "model.enforce_eager": Flag(("--enforce-eager/--no-enforce-eager",)),
     "exits.layers": Flag(("--exits",), "N,N,…"),
     "exits.threshold": Flag(("--threshold",), "X,X,…"),
     "exits.measure": Flag(("--measure",), "NAME"),

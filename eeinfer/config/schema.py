@@ -65,6 +65,7 @@ class ModelSettings:
     kernels: Kernels = setting(
         "auto", "What computes the layers: native needs bfloat16 and a CPU with AVX-512 BF16; auto takes it if it can."
     )
+    enforce_eager: bool = setting(False, "Decode without CUDA graphs; on a CPU there are none.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,9 @@ class CacheSettings:
     block_size: Positive = setting(16, "Tokens in one KV block.")
     num_blocks: Literal["auto"] | Positive = setting("auto", "KV blocks; auto: as many as memory_fraction allows.")
     memory_fraction: Literal["auto"] | Annotated[float, Gt(0), Le(1)] = setting(
-        "auto", "Share of the free memory for the KV cache; auto: 0.5 on a CPU, 0.9 on CUDA."
+        "auto",
+        "Share of the free memory for the KV cache, on CUDA of what the largest steps leave of it; auto: 0.5 on a CPU, "
+        "0.9 on CUDA.",
     )
     prefix_cache: bool = setting(True, "Share the KV of equal beginnings between requests.")
 

@@ -20,6 +20,7 @@ from eeinfer.core.block_manager import BlockManager
 from eeinfer.core.readiness import Readiness
 from eeinfer.core.scheduler import Scheduler
 from eeinfer.core.strategy import leave_rule
+from eeinfer.engine.capturing import device_capture, prepare
 from eeinfer.engine.engine import Engine
 from eeinfer.errors import ConfigError, HeadsError, ModelError
 from eeinfer.exits.check import Exit
@@ -36,9 +37,11 @@ from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
 from eeinfer.model.weights import Weights
 from eeinfer.ops.native.build import Unavailable
 from eeinfer.ops.norm import at_least_float32
-from eeinfer.runner.memory import num_blocks
+from eeinfer.runner.capture import Capture
+from eeinfer.runner.memory import check_weights
 from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape
+from eeinfer.runner.sizing import cache_shape
 
 Note = Callable[[str], None]
 log = logging.getLogger(__name__)
@@ -134,13 +137,14 @@ def load_model(settings: ModelSettings, located: Located, note: Note, *, keep_pl
         keep_plain: see `eeinfer.model.native.native`.
 
     Raises:
-        ConfigError: the device or number type does not fit this machine.
+        ConfigError: the device or number type does not fit this machine, or the weights do not fit its memory.
         ModelError: files that cannot be used.
     """
     assert located.folder is not None, "random weights are not read"
     device = device_of(settings.device)
     dtype = dtype_of(settings.dtype, located.config.dtype)
     tokenizer = Tokenizer(located.folder, located.config.vocab_size)
+    check_weights(located.base.name, located.config, dtype, device)
     weights = load_weights(located.folder, located.config, dtype, device)
     return Model(new_decoder(settings, located.config, weights, note, keep_plain=keep_plain), tokenizer)
 
@@ -175,6 +179,8 @@ def build_runner(
     cache: Tensor | None = None,
     readiness: Readiness | None = None,
     runner_class: type[ModelRunner] = ModelRunner,
+    capture: Capture | None = None,
+    note: Note = log.debug,
 ) -> ModelRunner:
     """A runner with its exits and its KV cache.
 
@@ -185,6 +191,8 @@ def build_runner(
         cache: of another runner with the same model and the same cache settings, which rests while this one works.
         readiness: decides who is ready in place of the measure.
         runner_class: ModelRunner, or one that also watches it.
+        capture: captures the steps of decoding; None: the device's own way, if it has one and the settings allow it.
+        note: called with one-line notices.
 
     Raises:
         ConfigError: the cache does not fit.
@@ -195,15 +203,18 @@ def build_runner(
         Exit(head_on(decoder, e.spec, e.tensors), measure, e.threshold, stats=decoder.logit_stats, decay=decay)
         for e in planned
     ]
-    max_num_seqs = settings.batching.max_num_seqs
+    capture = capture or device_capture(settings.model, decoder)
     if cache is None:
-        blocks = num_blocks(settings.cache, decoder.config, decoder.dtype, decoder.device, max_num_seqs)
+        shape = cache_shape(settings, decoder, exits, captures=capture is not None)
     else:
-        blocks = cache.shape[2] - 1
-    log.debug("%d KV blocks of %d tokens", blocks, settings.cache.block_size)
-    # Each sequence in flight holds at least one block.
-    shape = CacheShape(blocks, settings.cache.block_size, min(max_num_seqs, blocks))
-    return runner_class(decoder, exits, settings.exits.completion, shape, cache=cache, readiness=readiness)
+        shape = CacheShape.of(cache, settings.batching.max_num_seqs)
+    log.debug("%d KV blocks of %d tokens", shape.num_blocks, shape.block_size)
+    runner = runner_class(
+        *(decoder, exits, settings.exits.completion, shape), cache=cache, readiness=readiness, capture=capture
+    )
+    if runner.graphs is not None:
+        prepare(runner.graphs, decoder.device, note)
+    return runner
 
 
 def build_engine(settings: Settings, model: Model, runner: ModelRunner) -> Engine:

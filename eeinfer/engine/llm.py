@@ -74,7 +74,8 @@ class LLM:
         if self.standing and (notice := self.standing.notice):
             note(notice)
         model = load_model(self.settings.model, self.located, note)
-        self.engine: Engine = build_engine(self.settings, model, build_runner(self.settings, model, planned))
+        runner = build_runner(self.settings, model, planned, note=note)
+        self.engine: Engine = build_engine(self.settings, model, runner)
 
     @property
     def stats(self) -> Stats:

@@ -74,6 +74,14 @@ class Decoder:
         """Whether attention reads slots of a sequence's last block that it has not written yet, and masks them."""
         return self.native is None
 
+    @property
+    def reads_whole_tables(self) -> bool:
+        """Whether attention on a decode batch reads block tables to their end, and not to that of each row's context.
+
+        Torch's does: it gathers and masks. So it is best given tables no wider than the longest context.
+        """
+        return True
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [n, d] of token ids [n]; learned positions are added by the first layer's `run`."""
         embedded = self._embedded(tokens)

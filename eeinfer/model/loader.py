@@ -27,7 +27,8 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     filled: dict[str, Path] = {}
     for path in weight_files(folder):
         try:
-            with safe_open(path, framework="pt") as shard:
+            # Each tensor goes straight to the device, and there to its place: never is there a second copy of them all.
+            with safe_open(path, framework="pt", device=str(device)) as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a dict)
                     _fill(name, shard, path, pending, filled, config)
         except (SafetensorError, OSError) as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 from eeinfer.config.schema import CacheSettings
 from eeinfer.errors import ConfigError
 from eeinfer.model.families import ModelConfig
+from eeinfer.model.weights import weight_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self/cgroup")
@@ -23,12 +24,15 @@ _VERSIONS = (
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _FRACTION = {"cpu": 0.5, "cuda": 0.9}
+_NARROW = 2  # bytes of the types that models come in
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`; on the host, a container's limit counts, not the machine's."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch's allocator keeps for later is free for whatever comes.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     return max(0, min([psutil.virtual_memory().available, *_cgroup_free()]))
 
 
@@ -81,10 +85,40 @@ def bytes_per_block(config: ModelConfig, dtype: torch.dtype, block_size: int) ->
     return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
+def check_weights(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of the weights of model `name`.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    needed, free = weight_bytes(config, dtype), free_memory(device)
+    if needed > free:
+        narrower = "" if dtype.itemsize <= _NARROW else ", pass --dtype bfloat16"
+        raise ConfigError(
+            f"{name} needs {needed / 2**30:.1f} GiB for its weights in {str(dtype).removeprefix('torch.')}, but "
+            f"{free / 2**30:.1f} GiB are free on {device}: end other programs there{narrower} or take a smaller model"
+        )
+    return needed
+
+
 def num_blocks(
-    settings: CacheSettings, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_num_seqs: int
+    settings: CacheSettings,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_seqs: int,
+    *,
+    reserved: int = 0,
 ) -> int:
     """KV blocks to allocate: as many as asked for, or as fit, but never more than `max_num_seqs` full contexts.
+
+    Args:
+        settings: of the cache.
+        config: of the model.
+        dtype: of the cache.
+        device: where it will lie.
+        max_num_seqs: most sequences in flight.
+        reserved: bytes of the free memory that are needed beside the cache; not asked when the number is given.
 
     Raises:
         ConfigError: they do not fit; the message says how many would.
@@ -98,11 +132,15 @@ def num_blocks(
             )
         return settings.num_blocks
     useful = max_num_seqs * -(-config.max_position // settings.block_size)
-    fitting = fitting_blocks(settings, device, free, size)
+    fitting = fitting_blocks(settings, device, free - reserved, size)
     if fitting < 1:
+        kept = f" beside {reserved / 2**20:.0f} MiB for its steps" if reserved else ""
+        smaller = (
+            "lower batching.max_num_batched_tokens or batching.max_num_seqs" if reserved else "take a smaller model"
+        )
         raise ConfigError(
             f"not one KV block of {size / 2**20:.1f} MiB fits {_fraction(settings, device):.0%} of the "
-            f"{free / 2**20:.0f} MiB free on {device}: raise cache.memory_fraction or take a smaller model"
+            f"{free / 2**20:.0f} MiB free on {device}{kept}: raise cache.memory_fraction or {smaller}"
         )
     return min(useful, fitting)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isnan
 
 import torch
 from torch import Tensor
@@ -15,10 +14,13 @@ from eeinfer.exits.check import Checked, Exit
 from eeinfer.exits.completion import complete
 from eeinfer.model.decoder import Decoder
 from eeinfer.ops.token_batch import TokenBatch
+from eeinfer.runner.capture import Capture
+from eeinfer.runner.graphs import DecodeGraphs
 from eeinfer.runner.memory import zeros
 from eeinfer.runner.row_pool import CacheShape, RowPool, padded
 from eeinfer.runner.sampler import sample, token_logprobs
 from eeinfer.runner.span_tokens import SpanTokens
+from eeinfer.runner.verdicts import exit_verdicts
 
 
 class ModelRunner:
@@ -31,11 +33,13 @@ class ModelRunner:
         shape: of the cache.
         cache: of another runner of the same model and shape that rests while this one works; None: a new one.
         readiness: decides who is ready in place of the measure.
+        capture: captures the steps of decoding; None: they run as they are.
 
     Attributes:
         shape: of the cache.
         stages: the layers between exits; the last stage ends at the model's own head.
-        cache: [layers, 2, num_blocks + 1, block_size, kv_heads, head_dim]; the last block stays zero.
+        cache: [layers, 2, num_blocks + 2, block_size, kv_heads, head_dim]; see CacheShape for the last two blocks.
+        graphs: carry out the plans of decoding, where steps are captured.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class ModelRunner:
         *,
         cache: Tensor | None = None,
         readiness: Readiness | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.decoder = decoder
         self.exits = tuple(exits)
@@ -55,13 +60,19 @@ class ModelRunner:
         ends = [*(e.head.layers_executed for e in exits), decoder.num_layers]
         self.stages = tuple(range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
         config = decoder.config
-        # One block more than can be handed out, never written: the padding of block tables names it.
-        self._null_block = shape.num_blocks
-        sizes = (config.num_layers, 2, shape.num_blocks + 1, shape.block_size, config.num_kv_heads, config.head_dim)
+        sizes = (config.num_layers, 2, shape.allocated, shape.block_size, config.num_kv_heads, config.head_dim)
         self.cache = zeros(sizes, decoder.dtype, decoder.device) if cache is None else cache
         assert self.cache.shape == sizes, "a shared cache has the shape of this runner's"
         self._readiness = readiness
         self._rows = RowPool(shape, decoder.device)
+        self.graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self.graphs = DecodeGraphs(
+                *(decoder, self.exits, self.stages, completion, shape),
+                cache=self.cache,
+                capture=capture,
+                readiness=readiness,
+            )
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:
@@ -70,9 +81,9 @@ class ModelRunner:
             case Prefill():
                 return self._prefill(plan)
             case Pass():
-                return self._pass(plan)
+                return self._pass(plan) if self.graphs is None else self.graphs.run(plan)
             case Complete():
-                self._complete(plan)
+                (self._complete if self.graphs is None else self.graphs.complete)(plan)
                 return ()
 
     def _clear(self, tables: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
@@ -120,38 +131,18 @@ class ModelRunner:
         """Check the exit at the end of a stage and pick the tokens of the rows that leave there."""
         exit_ = self.exits[plan.stage]
         checked = exit_.check(hidden, before)
-        confidences: list[float] = checked.confidence.tolist()
-        if self._readiness is not None:
-            confidences = self._decided(plan.rows, confidences, exit_, self._readiness)
-        thresholds = exit_.thresholds(plan.rows)
-        leaving = plan.rule.leaving(confidences, thresholds, plan.flagged)
-        indices = [i for i, leaves in enumerate(leaving) if leaves]
-        picked, told = self._exit_tokens(exit_, checked, hidden, plan.rows, indices)
-        tokens = dict(zip(indices, picked, strict=True))
-        return tuple(
-            Verdict(
-                token=tokens.get(i),
-                confidence=confidence,
-                ready=confidence >= threshold,
-                failed=isnan(confidence),
-                logprobs=told.get(i),
-            )
-            for i, (confidence, threshold) in enumerate(zip(confidences, thresholds, strict=True))
+        return exit_verdicts(
+            plan,
+            exit_,
+            checked.confidence.tolist(),
+            self._readiness,
+            lambda leaving: self._exit_tokens(exit_, checked, hidden, plan.rows, leaving),
         )
-
-    @staticmethod
-    def _decided(rows: Sequence[Row], checked: list[float], exit_: Exit, readiness: Readiness) -> list[float]:
-        """Certainty for the rows that are ready, none for the others; NaN stays a failure."""
-        depth = exit_.head.layers_executed
-        pairs = zip(rows, checked, strict=True)
-        return [c if isnan(c) else float(readiness.ready(row, depth)) for row, c in pairs]
 
     def _exit_tokens(
         self, exit_: Exit, checked: Checked, hidden: Tensor, rows: Sequence[Row], leaving: list[int]
     ) -> tuple[list[int], dict[int, tuple[TokenLogprob, ...]]]:
         """Tokens of the rows that leave, and by row the log-probabilities that were asked for."""
-        if not leaving:
-            return [], {}
         index = torch.tensor(leaving, device=hidden.device)
         draws = [rows[i].draw for i in leaving]
         logits = exit_.head.logits(hidden[index]) if checked.logits is None else checked.logits[index]
@@ -177,7 +168,7 @@ class ModelRunner:
         spans = plan.spans
         self._copy(plan.copies)
         self._clear([s.block_table for s in spans], [s.start + len(s.tokens) for s in spans])
-        tables = padded([span.block_table for span in spans], self._null_block).to(self.decoder.device)
+        tables = padded([span.block_table for span in spans], self.shape.null_block).to(self.decoder.device)
         tokens = SpanTokens.of(spans)
         hidden = self._embed([token for span in spans for token in span.tokens])
         for index, stage in enumerate(self.stages):

@@ -15,11 +15,40 @@ from eeinfer.ops.token_batch import TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Size of the paged cache: blocks that can be handed out, tokens in a block, and the most sequences in flight."""
+    """Size of the paged cache: blocks that can be handed out, tokens in a block, and the most sequences in flight.
+
+    Two blocks more are allocated. The null block stays zero: the padding of block tables names it. The trash block
+    takes what padding rows write, and nothing else names it.
+    """
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
+
+    @classmethod
+    def of(cls, cache: Tensor, max_num_seqs: int) -> CacheShape:
+        """The shape of a cache [layers, 2, blocks, block_size, kv_heads, head_dim]."""
+        return cls.fitted(cache.shape[2] - 2, cache.shape[3], max_num_seqs)
+
+    @classmethod
+    def fitted(cls, num_blocks: int, block_size: int, max_num_seqs: int) -> CacheShape:
+        """With as many sequences as there are blocks at most: each in flight holds one or more."""
+        return cls(num_blocks, block_size, min(max_num_seqs, num_blocks))
+
+    @property
+    def allocated(self) -> int:
+        """All blocks."""
+        return self.num_blocks + 2
+
+    @property
+    def null_block(self) -> int:
+        """The block that is always zero."""
+        return self.num_blocks
+
+    @property
+    def trash_block(self) -> int:
+        """The block that is never read for a sequence."""
+        return self.num_blocks + 1
 
 
 class _Ran(NamedTuple):
@@ -48,7 +77,7 @@ class RowPool:
     def begin(self, rows: Sequence[Row]) -> TokenBatch:
         """The step data of rows that begin an iteration."""
         positions = torch.tensor([row.position for row in rows], device=self._device)
-        tables = padded([row.block_table for row in rows], self._shape.num_blocks).to(self._device)
+        tables = padded([row.block_table for row in rows], self._shape.null_block).to(self._device)
         return TokenBatch.decode(positions, tables, self._shape.block_size)
 
     def keep(self, rows: Sequence[Row], hidden: Tensor, batch: TokenBatch) -> None:
