@@ -7,7 +7,6 @@ from math import prod
 from mmap import mmap
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -29,6 +28,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`; on the host, a container's limit counts, not the machine's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
     return max(0, min([psutil.virtual_memory().available, *_cgroup_free()]))
 
 
