@@ -15,9 +15,6 @@ ABSENT = {
     *("accelerate", "annotated_types", "filelock", "gguf", "huggingface_hub", "jinja2", "pydantic", "rouge_score"),
     *("psutil", "scipy", "tomli_w", "transformers"),
 }
-# On a CPU alone it says how much memory is free.
-ALLOWED = {("eeinfer.runner.memory", "psutil")}
-
 PROGRAM = f"""
 import builtins, sys
 from importlib import metadata
@@ -27,7 +24,7 @@ plain_import, plain_version = builtins.__import__, metadata.version
 
 def without(name, globals=None, locals=None, fromlist=(), level=0):
     importer, package = (globals or {{}}).get("__name__", ""), name.partition(".")[0]
-    if importer.startswith("eeinfer") and package in {ABSENT!r} and (importer, package) not in {ALLOWED!r}:
+    if importer.startswith("eeinfer") and package in {ABSENT!r}:
         raise ModuleNotFoundError(f"{{importer}} imports {{name}}")
     return plain_import(name, globals, locals, fromlist, level)
 

@@ -16,6 +16,7 @@ from eeinfer.model.families import ModelConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 # Version 2 and 1: folder below the mount point, limit, usage, and the part of it that is page cache to be dropped.
 _VERSIONS = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -28,9 +29,17 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`; on the host, a container's limit counts, not the machine's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    import psutil
+    return max(0, min([_available(), *_cgroup_free()]))
 
-    return max(0, min([psutil.virtual_memory().available, *_cgroup_free()]))
+
+def _available() -> int:
+    """Bytes that the host can give to new work without swapping."""
+    for line in _read_text(_MEMINFO).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    import psutil  # not Linux
+
+    return int(psutil.virtual_memory().available)
 
 
 def _cgroup_free() -> Iterator[int]:
