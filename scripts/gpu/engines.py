@@ -22,7 +22,7 @@ from eeinfer.model.decoder import Decoder
 from eeinfer.model.weights import stored
 
 EAGER = {"model__enforce_eager": True}
-KV_ERROR = 1e-4  # of a layer in float32: sums in another order, over as many layers as the small model has
+KV_ERROR = 5e-4  # of a layer in float32: sums in another order, over as many layers as the small model has
 MORE_LOSS = 0.05  # share of tokens
 
 
@@ -115,6 +115,8 @@ def _graphs(trial: Trial) -> Entry:
     }
     for name, (flags, rates) in cases.items():
         graphs, eager = (trial.ours(rates=rates, **flags, **how) for how in ({}, EAGER))
+        if graphs.engine.runner.graphs is None or eager.engine.runner.graphs is not None:
+            raise WrongResultError(f"graphs against eager, {name}: both engines have graphs, or neither has")
         told[name] = _agree(graphs, eager, f"graphs against eager, {name}")
     sampling = replace(trial.requests[0].sampling, temperature=0.8, top_p=0.9, logprobs=2)
     drawn = [replace(request, sampling=replace(sampling, seed=i)) for i, request in enumerate(trial.requests)]

@@ -181,7 +181,12 @@ def _race(bench: Bench, work: Work, rates: Sequence[float]) -> Entry:
         racers += [replace(shared, label=f"split at {r:g}", exit_rates={middle: r}, runs=[], shares=[]) for r in rates]
     race(racers, 1 if place.dry else 3)
     figures = {one.label: [run_figures(run) for run in one.runs] for one in racers}
-    entry: Entry = {"built": {one.label: {"seconds": one.built, "notes": one.notes} for one in racers}}
+    entry: Entry = {
+        "built": {
+            one.label: {"seconds": one.built, "notes": one.notes, "captured": one.engine.runner.graphs is not None}
+            for one in racers
+        }
+    }
     entry |= {one.label: _told(one, figures) for one in racers}
     entry["roofline"] = roofline = {one.label: _roofline(bench, work, one) for one in racers}
     entry["device"] = device = {one.label: _device(place, one, entry[one.label]["step_seconds"][0]) for one in racers}
