@@ -199,7 +199,7 @@ def _race(bench: Bench, work: Work, rates: Sequence[float]) -> Entry:
     entry["line"] = (
         f"full {_ms(entry['full']['step_seconds'])}, {_times(floor)} of the floor, host gap {gap['host_share']:.1%}; "
         + "; ".join(f"{one.label} {entry[one.label]['over_full'][0]:.3f} of full" for one in racers[1:])
-        + f"; peak {entry['full']['peak_memory'] / 2**30:.1f} GiB"
+        + f"; {_shares(gap['kinds'])}; peak {entry['full']['peak_memory'] / 2**30:.1f} GiB"
     )
     return entry
 
@@ -319,6 +319,11 @@ def _targets(bench: Bench, work: Work, entry: Entry) -> None:
 def _ms(seconds: tuple[float, float, float]) -> str:
     middle, low, high = (1e3 * s for s in seconds)
     return f"{middle:.2f} ms a step ({low:.2f} to {high:.2f})"
+
+
+def _shares(kinds: Mapping[str, float]) -> str:
+    """The kinds of kernels that took most of the device's time."""
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in list(kinds.items())[:4])
 
 
 def _times(floor: Mapping[str, Any] | None) -> str:

@@ -17,11 +17,11 @@ HOST_GAP = 5.0  # microseconds: a rest as long as this is the host's doing, a sh
 # First match wins, against the name of a kernel or of an operation.
 KINDS = (
     ("copies", r"memcpy|memset|copy_"),
-    ("attention", r"attend|attention|flash|fmha"),
+    ("attention", r"attend|merge_splits|attention|flash|fmha"),
     ("matrix products", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|addmm|linear|matmul|mm$"),
     ("rope and store", r"rotate|rope|store"),
     ("norms and activations", r"norm|gated|silu|gelu"),
-    ("logits", r"stat|argmax|logsumexp|softmax|topk|reduce"),
+    ("logits", r"part_stats|merge_parts|argmax|logsumexp|softmax|topk|reduce"),
 )
 _DEVICE, _HOST = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cpu_op"}
 
