@@ -32,9 +32,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if name == "__version__":
-        from importlib.metadata import version
+        from eeinfer.version import own_version
 
-        return version("eeinfer")
+        return own_version()
     raise AttributeError(f"module 'eeinfer' has no attribute {name!r}")
 
 

@@ -9,8 +9,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from eeinfer.engine.machine import cores, cpu_name
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -34,9 +32,17 @@ def environment(*, threads: int, device: str, device_name: str | None) -> dict[s
         "threads": threads,
         "device": device,
         "device_name": device_name,
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": _memory_bytes(),
         **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
     }
+
+
+def _memory_bytes() -> int:
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import psutil
+
+    return int(psutil.virtual_memory().total)
 
 
 def commit(checkout: Path = _CHECKOUT) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
-import psutil
 import torch
 
 from eeinfer.bench.record import Run
@@ -75,6 +74,8 @@ def _peak(device: torch.device) -> int | None:
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
+        import psutil
+
         memory = psutil.Process().memory_info()
         return getattr(memory, "peak_wset", None)  # Windows has it; elsewhere nothing tells
     sizes = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from eeinfer.bench.metrics import SECTIONS, RunFigures
 from eeinfer.bench.quality import Quality
 from eeinfer.bench.record import CellKey
 from eeinfer.errors import ConfigError, EeinferError
+from eeinfer.version import own_version
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -116,7 +116,7 @@ def to_report(
     contents = {
         "schema": SCHEMA,
         "version": VERSION,
-        "eeinfer_version": metadata.version("eeinfer"),
+        "eeinfer_version": own_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "interrupted": interrupted,
         "environment": environment,

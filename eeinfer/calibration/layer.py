@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib import metadata
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import tomli_w
 from eeinfer.calibration.result import Result
 from eeinfer.engine.certificate import Certificate
 from eeinfer.errors import EeinferError
+from eeinfer.version import own_version
 
 
 def write_layer(result: Result, path: Path) -> None:
@@ -76,7 +76,7 @@ def certificate(result: Result) -> Certificate:
         tie=result.judge.tie,
         data=result.data,
         seed=result.judge.settings.sampling.seed,
-        version=metadata.version("eeinfer"),
+        version=own_version(),
         tolerance=result.aim.tolerance if promised else None,
         confidence=result.aim.confidence if promised else None,
         delta=round(result.delta, 12) if promised else None,

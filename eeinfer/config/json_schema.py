@@ -6,8 +6,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, MinLen
-
+from eeinfer.config.constraints import Ge, Gt, Le, MinLen
 from eeinfer.config.schema import declared
 from eeinfer.config.sources import CALIBRATION, INHERITS, PROFILE
 

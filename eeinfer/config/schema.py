@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import inf, isfinite
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
-from annotated_types import Ge, Gt, Le, MinLen, Predicate
+from eeinfer.config.constraints import Ge, Gt, Le, MinLen, Predicate
 
 
 def not_nan(value: float) -> bool:

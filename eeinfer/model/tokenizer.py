@@ -9,7 +9,6 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from eeinfer.errors import ModelError, RequestError
-from eeinfer.model.chat_template import ChatTemplate, read_template
 from eeinfer.model.folder import read_json_if_present
 
 _INCOMPLETE = "\ufffd"
@@ -43,6 +42,8 @@ class Tokenizer:
         config = read_json_if_present(folder / "tokenizer_config.json")
         special = {name: _token_text(config.get(name)) for name in _SPECIAL}
         self._special = {name: text for name, text in special.items() if text is not None}
+        from eeinfer.model.chat_template import ChatTemplate, read_template  # with jinja2
+
         template = read_template(folder, config)
         self._template = None if template is None else ChatTemplate(*template, self._special)
         self.eos_token_ids = self._find_eos()

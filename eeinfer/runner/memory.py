@@ -7,7 +7,6 @@ from math import prod
 from mmap import mmap
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from eeinfer.model.weights import weight_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 # Version 2 and 1: folder below the mount point, limit, usage, and the part of it that is page cache to be dropped.
 _VERSIONS = (
     ("", "memory.max", "memory.current", "inactive_file"),
@@ -33,7 +33,17 @@ def free_memory(device: torch.device) -> int:
         # What torch's allocator keeps for later is free for whatever comes.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    return max(0, min([psutil.virtual_memory().available, *_cgroup_free()]))
+    return max(0, min([_available(), *_cgroup_free()]))
+
+
+def _available() -> int:
+    """Bytes that the host can give to new work without swapping."""
+    for line in _read_text(_MEMINFO).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    import psutil  # not Linux
+
+    return int(psutil.virtual_memory().available)
 
 
 def _cgroup_free() -> Iterator[int]:
