@@ -15,8 +15,8 @@ from fake_llm import Run, runner
 from eeinfer.engine import machine
 from eeinfer.engine.engine import Engine
 from eeinfer.engine.self_test import SelfTest, self_test
-from eeinfer.model import decoder
-from eeinfer.ops.native.build import Unavailable
+from eeinfer.model.decoder import Decoder
+from eeinfer.ops.unavailable import Unavailable
 from eeinfer.runner import model_runner
 
 
@@ -62,13 +62,13 @@ def test_the_self_test_passes_here_with_exits_and_preemptions(monkeypatch: pytes
 def test_the_self_test_notices_wrong_arithmetic(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """In float32 alone, as a broken kernel would be."""
     if module == "attention":
-        plain = decoder.paged_attention
+        plain = Decoder.attend
 
-        def broken(q: torch.Tensor, *rest: Any) -> torch.Tensor:
-            out = plain(q, *rest)
-            return out * 1.05 if q.dtype == torch.float32 else out
+        def broken(own: Decoder, projected: torch.Tensor, *rest: Any) -> torch.Tensor:
+            out = plain(own, projected, *rest)
+            return out * 1.05 if out.dtype == torch.float32 else out
 
-        monkeypatch.setattr(decoder, "paged_attention", broken)
+        monkeypatch.setattr(Decoder, "attend", broken)
     else:
         store = model_runner.ModelRunner.run
 

@@ -34,8 +34,8 @@ from eeinfer.model.loader import load_weights
 from eeinfer.model.native import NATIVE_FOLDER, native
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
 from eeinfer.model.weights import Weights
-from eeinfer.ops.native.build import Unavailable
 from eeinfer.ops.norm import at_least_float32
+from eeinfer.ops.unavailable import Unavailable
 from eeinfer.runner.memory import num_blocks
 from eeinfer.runner.model_runner import ModelRunner
 from eeinfer.runner.row_pool import CacheShape

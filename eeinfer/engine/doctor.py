@@ -18,7 +18,8 @@ from eeinfer.engine.self_test import self_test
 from eeinfer.errors import EeinferError
 from eeinfer.model import store
 from eeinfer.model.native import NATIVE_FOLDER
-from eeinfer.ops.native.build import Unavailable, load
+from eeinfer.ops.native.build import load
+from eeinfer.ops.unavailable import Unavailable
 from eeinfer.runner.memory import free_memory
 
 _LITTLE = 2**30  # bytes of memory or disk below which little can be done

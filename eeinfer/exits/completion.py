@@ -28,6 +28,9 @@ class Layers(Protocol):
     def project_kv(self, first_layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """K and V that the layers from `first_layer` on make of `hidden`; see `eeinfer.model.decoder.Decoder`."""
 
+    def store_layers(self, first_layer: int, k: Tensor, v: Tensor, slots: Tensor, cache: Tensor) -> None:
+        """Write K and V into the layers from `first_layer` on; see `eeinfer.model.decoder.Decoder`."""
+
 
 def complete(
     completion: str, model: Layers, first_layer: int, hidden: Tensor, batch: TokenBatch, cache: Tensor
@@ -47,10 +50,10 @@ def complete(
             model.run(range(first_layer, model.num_layers), hidden, batch, cache)
         case "propagate":
             k, v = model.project_kv(first_layer, hidden, batch.positions)
-            cache[first_layer:, 0].flatten(1, 2)[:, batch.slots] = k
-            cache[first_layer:, 1].flatten(1, 2)[:, batch.slots] = v
+            model.store_layers(first_layer, k, v, batch.slots, cache)
         case "copy":
             last = cache[first_layer - 1].flatten(1, 2)[:, batch.slots]
-            cache[first_layer:].flatten(2, 3)[:, :, batch.slots] = last
+            k, v = (half.expand(model.num_layers - first_layer, -1, -1, -1) for half in last)
+            model.store_layers(first_layer, k, v, batch.slots, cache)
         case _:
             raise AssertionError(f"no completion is known by the name {completion}")

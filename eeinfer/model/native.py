@@ -12,8 +12,9 @@ from torch import Tensor
 
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.weights import Weights, layer_views
-from eeinfer.ops.native.build import Unavailable, load
+from eeinfer.ops.native.build import load
 from eeinfer.ops.native.kernels import HEAD_SIZES, PACKED, LayerSizes, NativeLayers, NativeStats, PackedLinear
+from eeinfer.ops.unavailable import Unavailable
 
 NATIVE_FOLDER = "native"  # in the model store: where the built library is kept
 
