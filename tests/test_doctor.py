@@ -29,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test is passed without running."""
-    monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda _: SelfTest({2: 1, 6: 1}, None))
+    monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda *_: SelfTest({2: 1, 6: 1}, None))
     monkeypatch.setattr("eeinfer.engine.doctor.free_memory", lambda _: 2**32)
 
 
@@ -113,7 +113,7 @@ def test_what_is_wrong_is_found_and_told(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("eeinfer.engine.doctor.free_memory", lambda _: 2**20)
     assert "little memory" in problems(run)["memory"]
     monkeypatch.setattr("eeinfer.engine.doctor.free_memory", lambda _: 2**32)
-    monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda _: SelfTest({2: 1, 6: 1}, "request 3: 1@2 for 5@6"))
+    monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda *_: SelfTest({2: 1, 6: 1}, "request 3: 1@2 for 5@6"))
     assert "request 3: 1@2 for 5@6" in problems(run)["self-test"]
     ended = run("doctor")
     assert "FAIL  self-test" in ended.out

@@ -51,8 +51,9 @@ class Decoder:
         self._rms_norm: Norm = partial(_without_bias, parts.rms_norm)
         self._norm: Norm = self._rms_norm if config.norm == "rms" else layer_norm
         self._add_norm = partial(_add_rms_norm, parts) if config.norm == "rms" else _add_layer_norm
-        gated = partial(parts.gated, activation=config.activation)
-        self._mlp = partial(_mlp, gated if config.gated else ACTIVATIONS[config.activation])
+        self._activation: Map = (
+            (lambda x: parts.gated(x, config.activation)) if config.gated else ACTIVATIONS[config.activation]
+        )
         self._windows = config.windows or (None,) * config.num_layers
         self._rotaries = _rotaries(config, self.device)
         local = len(self._rotaries) - 1
@@ -118,7 +119,8 @@ class Decoder:
         projected = F.linear(normed, w.qkv, w.qkv_bias)
         attended = F.linear(self.attend(projected, w, cache, batch, rotation), w.output, w.output_bias)
         hidden, normed = self._added(hidden, self._normed(attended, w.post_attention_norm), w)
-        return hidden + self._normed(self._mlp(w, normed), w.post_mlp_norm)
+        inner = self._activation(F.linear(normed, w.gate_up, w.gate_up_bias))
+        return hidden + self._normed(F.linear(inner, w.down, w.down_bias), w.post_mlp_norm)
 
     def _normed(self, x: Tensor, gain: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """The family's norm; `x` as it is where there is no gain."""
@@ -277,10 +279,6 @@ def _add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     hidden = hidden + delta
     return hidden, layer_norm(hidden, gain, bias, eps)
-
-
-def _mlp(activation: Map, w: LayerWeights, x: Tensor) -> Tensor:
-    return F.linear(activation(F.linear(x, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
 
 
 def _scaled(x: Tensor, norm: Norm, gains: Tensor, biases: Tensor | None, eps: float) -> Tensor:

@@ -69,9 +69,14 @@ def native(config: ModelConfig, weights: Weights, folder: Path, *, keep_plain: b
     return made
 
 
+def check_cpu(device: torch.device) -> None:
+    """Raises Unavailable where `device` is not a CPU."""
+    if device.type != "cpu":
+        raise Unavailable(f"native kernels are for CPUs, and the model is on {device}")
+
+
 def _check(config: ModelConfig, weights: Weights) -> None:
-    if weights.embedding.device.type != "cpu":
-        raise Unavailable(f"native kernels are for CPUs, and the model is on {weights.embedding.device}")
+    check_cpu(weights.embedding.device)
     if weights.embedding.dtype is not torch.bfloat16:
         raise Unavailable(f"native kernels compute in bfloat16, and the model is in {weights.embedding.dtype}")
     if config.head_dim not in HEAD_SIZES:
