@@ -24,6 +24,9 @@ from eeinfer.ops.native.build import Unavailable
 
 # Tiny models gain nothing from threads, and lose much to each other's on a busy machine.
 torch.set_num_threads(1)
+# Read when triton is imported, which nothing has done yet. On a GPU the kernels are compiled and run there.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from fake_llm import Run, runner
 from eeinfer.engine import machine
 from eeinfer.engine.engine import Engine
 from eeinfer.engine.self_test import KernelTest, SelfTest, self_test
-from eeinfer.model import decoder
-from eeinfer.ops.native.build import Unavailable
+from eeinfer.model.decoder import Decoder
+from eeinfer.ops.unavailable import Unavailable
 from eeinfer.runner import model_runner
 
 
@@ -29,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-tests are passed without running."""
-    monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda _: SelfTest({2: 1, 6: 1}, None))
+    monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda *_: SelfTest({2: 1, 6: 1}, None))
     monkeypatch.setattr("eeinfer.engine.doctor.kernel_test", lambda _: KernelTest(0.03, 0.04, invariant=True))
     monkeypatch.setattr("eeinfer.engine.doctor.free_memory", lambda _: 2**32)
 
@@ -63,13 +63,13 @@ def test_the_self_test_passes_here_with_exits_and_preemptions(monkeypatch: pytes
 def test_the_self_test_notices_wrong_arithmetic(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """In float32 alone, as a broken kernel would be."""
     if module == "attention":
-        plain = decoder.paged_attention
+        plain = Decoder.attend
 
-        def broken(q: torch.Tensor, *rest: Any) -> torch.Tensor:
-            out = plain(q, *rest)
-            return out * 1.05 if q.dtype == torch.float32 else out
+        def broken(own: Decoder, projected: torch.Tensor, *rest: Any) -> torch.Tensor:
+            out = plain(own, projected, *rest)
+            return out * 1.05 if out.dtype == torch.float32 else out
 
-        monkeypatch.setattr(decoder, "paged_attention", broken)
+        monkeypatch.setattr(Decoder, "attend", broken)
     else:
         store = model_runner.ModelRunner.run
 
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_found_and_told(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("eeinfer.engine.doctor.free_memory", lambda _: 2**20)
     assert "little memory" in problems(run)["memory"]
     monkeypatch.setattr("eeinfer.engine.doctor.free_memory", lambda _: 2**32)
-    monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda _: SelfTest({2: 1, 6: 1}, "request 3: 1@2 for 5@6"))
+    monkeypatch.setattr("eeinfer.engine.doctor.self_test", lambda *_: SelfTest({2: 1, 6: 1}, "request 3: 1@2 for 5@6"))
     assert "request 3: 1@2 for 5@6" in problems(run)["self-test"]
     ended = run("doctor")
     assert "FAIL  self-test" in ended.out

@@ -31,9 +31,9 @@ from eeinfer.model.native import native
 from eeinfer.model.random_weights import random_weights
 from eeinfer.ops.logit_stats import logit_stats
 from eeinfer.ops.native import build
-from eeinfer.ops.native.build import Unavailable
 from eeinfer.ops.native.kernels import HEAD_SIZES, NativeLayers, NativeStats, PackedLinear
 from eeinfer.ops.token_batch import TokenBatch
+from eeinfer.ops.unavailable import Unavailable
 
 CPU = torch.device("cpu")
 

@@ -21,6 +21,7 @@ from eeinfer.core.request import Request, TokenLogprob
 from eeinfer.engine.engine import Engine
 from eeinfer.exits.check import Checked, Exit
 from eeinfer.model.decoder import Decoder
+from eeinfer.model.weights import LayerWeights
 from eeinfer.ops.native.kernels import Times
 from eeinfer.ops.token_batch import TokenBatch
 from eeinfer.runner.model_runner import ModelRunner
@@ -78,7 +79,7 @@ class TimedDecoder(Decoder):
     """A decoder that keeps time, on the weights of another."""
 
     def __init__(self, decoder: Decoder, timer: SectionTimer) -> None:
-        super().__init__(decoder.config, decoder.weights, decoder.native)
+        super().__init__(decoder.config, decoder.weights, decoder.native, decoder.parts)
         self.timer = timer
         self._times = Times()
         if self.native is not None:
@@ -93,10 +94,17 @@ class TimedDecoder(Decoder):
         self._times.attention = 0
         return result
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: TokenBatch) -> Tensor:
+    def attend(
+        self,
+        projected: Tensor,
+        w: LayerWeights,
+        cache: Tensor,
+        batch: TokenBatch,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         """See Decoder."""
         with self.timer.section("attention"):
-            return super().attend(q, k, v, cache, batch)
+            return super().attend(projected, w, cache, batch, rotation)
 
     def vocabulary(self, normed: Tensor) -> Tensor:
         """See Decoder."""

@@ -35,7 +35,7 @@ def strictly_increasing(values: Sequence[int]) -> bool:
 Strategy = Literal["full", "all-exit", "split", "any", "majority", "mean"]
 Measure = Literal["max-prob", "margin", "entropy", "similarity", "gate"]
 Completion = Literal["propagate", "learned", "copy", "oracle"]
-Kernels = Literal["auto", "native", "torch"]
+Kernels = Literal["auto", "native", "torch", "triton"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 
 Text = Annotated[str, MinLen(1)]
@@ -63,7 +63,7 @@ class ModelSettings:
     dtype: Dtype = setting("auto", "Number type of weights and cache; auto keeps the checkpoint's.")
     device: Text = setting("auto", "cpu, cuda, cuda:1, …; auto takes CUDA where there is one.")
     kernels: Kernels = setting(
-        "auto", "What computes the layers: native needs bfloat16 and a CPU with AVX-512 BF16; auto takes it if it can."
+        "auto", "What computes the layers: triton on CUDA, native on a CPU with AVX-512 BF16; auto takes what it can."
     )
     enforce_eager: bool = setting(False, "Decode without CUDA graphs; on a CPU there are none.")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eeinfer.config.load import CALIBRATION_NAME
-from eeinfer.config.schema import ExitSettings, ModelSettings, Settings
+from eeinfer.config.schema import ExitSettings, Kernels, ModelSettings, Settings
 from eeinfer.core.block_manager import BlockManager
 from eeinfer.core.readiness import Readiness
 from eeinfer.core.scheduler import Scheduler
@@ -34,9 +34,10 @@ from eeinfer.model.folder import CONFIG_FILE, read_json
 from eeinfer.model.loader import load_weights
 from eeinfer.model.native import NATIVE_FOLDER, native
 from eeinfer.model.tokenizer import NoTokenizer, Tokenizer
+from eeinfer.model.triton import triton
 from eeinfer.model.weights import Weights
-from eeinfer.ops.native.build import Unavailable
 from eeinfer.ops.norm import at_least_float32
+from eeinfer.ops.unavailable import Unavailable
 from eeinfer.runner.capture import Capture
 from eeinfer.runner.memory import check_weights
 from eeinfer.runner.model_runner import ModelRunner
@@ -155,20 +156,31 @@ def new_decoder(
     """A decoder with the kernels that the settings ask for.
 
     Raises:
-        ConfigError: they ask for native kernels, and there are none for this model on this machine.
+        ConfigError: they ask for kernels that cannot be used for this model on this machine.
     """
-    if settings.kernels == "torch":
-        return Decoder(config, weights)
+    where, dtype = weights.embedding.device, weights.embedding.dtype
+    kernels = kernels_for(settings.kernels, where)
     try:
-        return Decoder(config, weights, native(config, weights, store.home() / NATIVE_FOLDER, keep_plain=keep_plain))
+        if kernels == "triton":
+            return Decoder(config, weights, parts=triton(config, dtype, where))
+        if kernels == "native":
+            made = native(config, weights, store.home() / NATIVE_FOLDER, keep_plain=keep_plain)
+            return Decoder(config, weights, made)
     except Unavailable as why:
-        if settings.kernels == "native":
-            raise ConfigError(f"model.kernels = 'native': {why}; use auto or torch") from None
+        if settings.kernels != "auto":
+            raise ConfigError(f"model.kernels = {kernels!r}: {why}; use auto or torch") from None
         if why.fixable:
-            note(f"torch computes the layers, some two to four times slower than native kernels would: {why}")
+            note(f"torch computes the layers, some two to four times slower than {kernels} kernels would: {why}")
         else:
             log.debug("torch computes the layers: %s", why)
-        return Decoder(config, weights)
+    return Decoder(config, weights)
+
+
+def kernels_for(asked: Kernels, device: torch.device) -> Kernels:
+    """What `model.kernels` comes to on a device: `auto` is triton on CUDA and native on a CPU."""
+    if asked != "auto":
+        return asked
+    return "triton" if device.type == "cuda" else "native"
 
 
 def build_runner(

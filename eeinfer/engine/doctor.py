@@ -12,13 +12,16 @@ from typing import Any
 import torch
 
 from eeinfer.config.load import Loaded
-from eeinfer.engine.build import device_of
+from eeinfer.config.schema import Kernels
+from eeinfer.engine.build import device_of, kernels_for
 from eeinfer.engine.machine import compilers, cores, cpu_features, cpu_name, versions
 from eeinfer.engine.self_test import TOLERANCE, kernel_test, self_test
 from eeinfer.errors import EeinferError
 from eeinfer.model import store
-from eeinfer.model.native import NATIVE_FOLDER
-from eeinfer.ops.native.build import Unavailable, load
+from eeinfer.model.native import NATIVE_FOLDER, check_cpu
+from eeinfer.model.triton import check_machine
+from eeinfer.ops.native.build import load
+from eeinfer.ops.unavailable import Unavailable
 from eeinfer.runner.memory import free_memory
 
 _LITTLE = 2**30  # bytes of memory or disk below which little can be done
@@ -64,15 +67,15 @@ def findings(resolve: Callable[[], Loaded]) -> Iterator[Finding]:
         return
     yield _device(device, device_name)
     yield _memory(device)
-    backends = list(_backends(device, kernels))
-    yield from backends
+    backend, why = _backend(device, kernels_for(kernels, device))
+    yield from _backends(device, kernels, backend, why)
     here = compilers()
     text = "; ".join(f"{name}: {line}" for name, line in here.items())
     yield Finding("compilers", text or "none found; native kernels need a C++ compiler", facts=dict(here))
     yield _store()
-    if any(backend.facts["backend"] == "native" for backend in backends):
+    if backend == "native":
         yield _kernel_test()
-    yield _self_test(device_name)
+    yield _self_test(device_name, backend)
 
 
 def _processor() -> Finding:
@@ -101,31 +104,38 @@ def _memory(device: torch.device) -> Finding:
     return Finding("memory", f"{free / 2**30:.1f} GiB free on {device}", problem, {"free_bytes": free})
 
 
-def _backends(device: torch.device, asked: str) -> Iterator[Finding]:
+def _backends(device: torch.device, asked: Kernels, backend: str, why: str) -> Iterator[Finding]:
     """What computes attention and linear layers on `device`, with `model.kernels` as `asked`."""
     kernels = {
         "attention": "scaled_dot_product_attention on gathered KV blocks",
         "linear": "torch.nn.functional.linear",
     }
-    on_cuda = device.type == "cuda"
-    backend, why = ("torch", "the only backend of this version on CUDA") if on_cuda else _cpu_backend(asked)
-    problem = f"model.kernels is native: {why}; use auto or torch" if backend == "torch" and asked == "native" else None
-    below = "CUDA libraries" if on_cuda else _cpu_libraries()
+    problem = None
+    if backend == "torch" and asked not in {"auto", "torch"}:
+        problem = f"model.kernels is {asked}: {why}; use auto or torch"
+    below = "CUDA libraries" if device.type == "cuda" else _cpu_libraries()
     for name, kernel in kernels.items():
         reference = f"torch ({kernel}; {below})"
-        text = reference if backend == "torch" else f"native kernels, and {reference} for what they do not know"
+        text = f"{backend} kernels, and {reference} for what they do not know"
+        if backend == "torch" or (backend, name) == ("triton", "linear"):
+            text = reference
         yield Finding(f"{name} backend", f"{text}: {why}", problem, {"backend": backend, "why": why})
 
 
-def _cpu_backend(asked: str) -> tuple[str, str]:
-    """What computes models in bfloat16 on this CPU, with `model.kernels` as `asked`, and why."""
-    if asked == "torch":
-        return "torch", "model.kernels is torch"
+def _backend(device: torch.device, kernels: Kernels) -> tuple[str, str]:
+    """What computes most models on this device, with these kernels asked for, and why."""
     try:
-        load(store.home() / NATIVE_FOLDER)
+        match kernels:
+            case "triton":
+                check_machine(device)
+                return "triton", "a Triton kernel runs here"
+            case "native":
+                check_cpu(device)
+                load(store.home() / NATIVE_FOLDER)
+                return "native", "this CPU has AVX-512 BF16, and a compiler built them"
     except Unavailable as why:
         return "torch", str(why)
-    return "native", "this CPU has AVX-512 BF16, and a compiler built them"
+    return "torch", "model.kernels is torch"
 
 
 def _cpu_libraries() -> str:
@@ -159,9 +169,10 @@ def _kernel_test() -> Finding:
     return Finding("kernel test", text, None if outcome.passed else problem, asdict(outcome))
 
 
-def _self_test(device_name: str) -> Finding:
+def _self_test(device_name: str, backend: str) -> Finding:
+    """It runs in float32, which native kernels do not compute."""
     try:
-        outcome = self_test(device_name)
+        outcome = self_test(device_name, "triton" if backend == "triton" else "torch")
     except (EeinferError, RuntimeError) as error:  # RuntimeError: what torch raises for a device that does not work
         return Finding("self-test", "failed", f"a tiny model does not run on this machine: {error}")
     depths = ", ".join(f"{count} tokens after {depth}" for depth, count in outcome.depths.items())

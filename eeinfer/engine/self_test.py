@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from eeinfer.config.load import load_settings
+from eeinfer.config.schema import Kernels, ModelSettings
 from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
-from eeinfer.engine.build import Located, Model, build_engine, build_runner, device_of, dtype_of, plan_exits
+from eeinfer.engine.build import (
+    Located,
+    Model,
+    build_engine,
+    build_runner,
+    device_of,
+    dtype_of,
+    new_decoder,
+    plan_exits,
+)
 from eeinfer.exits.files import Base
 from eeinfer.model.decoder import Decoder
 from eeinfer.model.families import ModelConfig, model_config
@@ -80,11 +90,11 @@ class KernelTest:
         return self.error <= TOLERANCE * self.torch_error and self.invariant
 
 
-def self_test(device: str) -> SelfTest:
+def self_test(device: str, kernels: Kernels = "torch") -> SelfTest:
     """Answers in float32 on `device`, in batches that a small cache preempts, against the same model in float64.
 
-    The reference runs on the CPU, one request at a time and with room for all of it. Tokens and depths must be equal,
-    as under `split` they do not depend on a row's companions.
+    `kernels` are any but native ones, which know no float32. The reference runs on the CPU, one request at a time and
+    with room for all of it. Tokens and depths must be equal, as under `split` they do not depend on a row's companions.
 
     Raises:
         EeinferError: the device cannot be used.
@@ -92,8 +102,10 @@ def self_test(device: str) -> SelfTest:
     crowded = {"batching.max_num_seqs": 8, "cache.block_size": 4, "cache.num_blocks": 24}
     alone = {"batching.max_num_seqs": 1, "cache.block_size": 16, "cache.num_blocks": 8}
     config = _config()
-    here = _answers(config, _EXITS | crowded | {"model.device": device, "model.dtype": "float32"})
-    expected = _answers(config, _EXITS | alone | {"model.device": "cpu", "model.dtype": "float64"})
+    tested = {"model.device": device, "model.dtype": "float32", "model.kernels": kernels}
+    reference = {"model.device": "cpu", "model.dtype": "float64", "model.kernels": "torch"}
+    here = _answers(config, _EXITS | crowded | tested)
+    expected = _answers(config, _EXITS | alone | reference)
     wrong = next((name for name, answer in expected.items() if here[name] != answer), None)
     depths = Counter(depth for answer in here.values() if not isinstance(answer, str) for _, depth in answer)
     difference = None if wrong is None else f"{wrong}: {_shown(here[wrong])} for {_shown(expected[wrong])}"
@@ -162,7 +174,8 @@ def _answers(config: ModelConfig, flags: dict[str, Any]) -> dict[str, Tokens | s
     located = Located(
         None, config, Base("self-test", "", config.hidden_size, config.vocab_size, config.num_layers), None
     )
-    model = Model(Decoder(config, _weights(config, settings.model.device, settings.model.dtype)), NoTokenizer())
+    weights = _weights(config, settings.model.device, settings.model.dtype)
+    model = Model(new_decoder(settings.model, config, weights, lambda _: None), NoTokenizer())
     planned = plan_exits(settings, located, lambda _: None)
     engine = build_engine(settings, model, build_runner(settings, model, planned))
     for request in _requests(config):

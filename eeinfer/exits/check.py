@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,14 +12,8 @@ from eeinfer.core.plan import Row
 from eeinfer.exits.heads import ExitHead
 from eeinfer.exits.measures import LOGIT_MEASURES, similarity
 from eeinfer.exits.schedule import decayed
-from eeinfer.ops.logit_stats import LogitStats, logit_stats
-
-
-class Stats(Protocol):
-    """As `eeinfer.ops.logit_stats.logit_stats`."""
-
-    def __call__(self, logits: Tensor, *, second: bool, mean: bool) -> LogitStats:
-        """Statistics of logits [n, V]."""
+from eeinfer.ops.logit_stats import logit_stats
+from eeinfer.ops.parts import Stats
 
 
 class Checked(NamedTuple):

@@ -34,6 +34,9 @@ class Layers(Protocol):
     def turned(self, first_layer: int, k: Tensor, positions: Tensor) -> Tensor:
         """K of the layers from `first_layer` on, turned by positions; see `eeinfer.model.decoder.Decoder`."""
 
+    def store_layers(self, first_layer: int, k: Tensor, v: Tensor, slots: Tensor, cache: Tensor) -> None:
+        """Write K and V into the layers from `first_layer` on; see `eeinfer.model.decoder.Decoder`."""
+
 
 def complete(
     completion: str,
@@ -64,10 +67,10 @@ def complete(
                 k_shift, v_shift = learned.shift(hidden)
                 k[1:] = torch.addcmul(model.turned(first_layer + 1, k_shift, batch.positions), k[1:], learned.scale[0])
                 v[1:] = torch.addcmul(v_shift, v[1:], learned.scale[1])
-            cache[first_layer:, 0].flatten(1, 2)[:, batch.slots] = k
-            cache[first_layer:, 1].flatten(1, 2)[:, batch.slots] = v
+            model.store_layers(first_layer, k, v, batch.slots, cache)
         case "copy":
             last = cache[first_layer - 1].flatten(1, 2)[:, batch.slots]
-            cache[first_layer:].flatten(2, 3)[:, :, batch.slots] = last
+            k, v = (half.expand(model.num_layers - first_layer, -1, -1, -1) for half in last)
+            model.store_layers(first_layer, k, v, batch.slots, cache)
         case _:
             raise AssertionError(f"no completion is known by the name {completion}")

@@ -14,9 +14,9 @@ from eeinfer.model.families import ModelConfig
 from eeinfer.model.native import Native
 from eeinfer.model.weights import LayerWeights, Weights, layer_views
 from eeinfer.ops.activation import ACTIVATIONS
-from eeinfer.ops.attention import paged_attention, store_kv
-from eeinfer.ops.logit_stats import LogitStats, logit_stats
-from eeinfer.ops.norm import at_least_float32, layer_norm, rms_norm
+from eeinfer.ops.logit_stats import LogitStats
+from eeinfer.ops.norm import at_least_float32, layer_norm
+from eeinfer.ops.parts import TORCH, Parts
 from eeinfer.ops.rope import Rotary, rotary, rotate, rotations
 from eeinfer.ops.token_batch import TokenBatch
 
@@ -32,23 +32,31 @@ class Decoder:
     Args:
         config: sizes and traits.
         weights: on one device, in one number type; gains may be wider.
-        native: the layers and the vocabulary product as native kernels; None: they are computed by torch.
+        native: whole layers and the vocabulary product as native kernels; None: layers are made of torch's products and
+            of `parts`.
+        parts: what computes all but the products.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, native: Native | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, native: Native | None = None, parts: Parts = TORCH
+    ) -> None:
         self.config = config
         self.weights = weights
         self.native = native
+        self.parts = parts
         self._layers = layer_views(weights, config.num_layers)
-        self._layer = self._torch_layer if native is None else native.layers.layer
+        self._layer = self._layer_of_parts if native is None else native.layers.layer
         plain = partial(F.embedding, weight=weights.embedding)
         self._embedded: Map = plain if native is None or native.embed is None else native.embed
-        self._head_sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         # Rounded as the embeddings are, which is how the families that have it were trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._scale = config.attention_scale or config.head_dim**-0.5
-        self._norm = _rms_norm if config.norm == "rms" else layer_norm
-        self._mlp = partial(_gated_mlp if config.gated else _plain_mlp, ACTIVATIONS[config.activation])
+        self._rms_norm: Norm = partial(_without_bias, parts.rms_norm)
+        self._norm: Norm = self._rms_norm if config.norm == "rms" else layer_norm
+        self._add_norm = partial(_add_rms_norm, parts) if config.norm == "rms" else _add_layer_norm
+        self._activation: Map = (
+            (lambda x: parts.gated(x, config.activation)) if config.gated else ACTIVATIONS[config.activation]
+        )
         self._windows = config.windows or (None,) * config.num_layers
         self._rotaries = _rotaries(config, self.device)
         local = len(self._rotaries) - 1
@@ -115,7 +123,7 @@ class Decoder:
         """The rotation of each kind of layer."""
         return [None if r is None else rotations(positions, r, dtype) for r in self._rotaries]
 
-    def _torch_layer(
+    def _layer_of_parts(
         self,
         index: int,
         hidden: Tensor,
@@ -125,41 +133,46 @@ class Decoder:
     ) -> Tensor:
         w = self._layers[index]
         normed = self._normed(hidden, w.attention_norm, w.attention_norm_bias)
-        q, k, v = F.linear(normed, w.qkv, w.qkv_bias).split(self._head_sizes, dim=-1)
-        q, k, v = self._heads(q, w.q_norm), self._heads(k, w.k_norm), self._heads(v, None)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        attended = F.linear(self.attend(q, k, v, cache, batch), w.output, w.output_bias)
-        hidden = hidden + self._normed(attended, w.post_attention_norm)
-        normed = self._normed(hidden, w.mlp_norm, w.mlp_norm_bias)
-        return hidden + self._normed(self._mlp(w, normed), w.post_mlp_norm)
+        projected = F.linear(normed, w.qkv, w.qkv_bias)
+        attended = F.linear(self.attend(projected, w, cache, batch, rotation), w.output, w.output_bias)
+        hidden, normed = self._added(hidden, self._normed(attended, w.post_attention_norm), w)
+        inner = self._activation(F.linear(normed, w.gate_up, w.gate_up_bias))
+        return hidden + self._normed(F.linear(inner, w.down, w.down_bias), w.post_mlp_norm)
 
     def _normed(self, x: Tensor, gain: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """The family's norm; `x` as it is where there is no gain."""
         return x if gain is None else self._norm(x, gain, bias, self.config.norm_eps)
 
-    def _heads(self, projected: Tensor, gain: Tensor | None) -> Tensor:
-        """Projections [..., heads * head_dim] as [..., heads, head_dim], normalised in pieces as long as `gain`."""
-        if gain is not None:
-            pieces = projected.unflatten(-1, (-1, gain.shape[-1]))
-            projected = rms_norm(pieces, gain, self.config.norm_eps).flatten(-2)
-        return projected.unflatten(-1, (-1, self.config.head_dim))
+    def _added(self, hidden: Tensor, delta: Tensor, w: LayerWeights) -> tuple[Tensor, Tensor]:
+        """The sum of both, and what the MLP reads of it."""
+        if w.mlp_norm is None:
+            hidden = hidden + delta
+            return hidden, hidden
+        return self._add_norm(hidden, delta, w.mlp_norm, w.mlp_norm_bias, self.config.norm_eps)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, batch: TokenBatch) -> Tensor:
+    def attend(
+        self,
+        projected: Tensor,
+        w: LayerWeights,
+        cache: Tensor,
+        batch: TokenBatch,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         """Attention of one layer: write K and V of the batch's n tokens, then read those of their sequences.
 
         Args:
-            q: [n, heads, head_dim], rotated.
-            k: [n, kv_heads, head_dim], rotated.
-            v: [n, kv_heads, head_dim].
+            projected: [n, (heads + 2 kv_heads) * head_dim], q, k and v side by side.
+            w: the layer's.
             cache: [2, num_blocks, block_size, kv_heads, head_dim], the layer's; written in place.
             batch: the n tokens.
+            rotation: of q and k; None where positions are not rotary.
 
         Returns:
             [n, heads * head_dim], before the output projection.
         """
-        store_kv(cache, k, v, batch.slots)
-        return paged_attention(q, cache, batch, self._scale, self.config.attention_softcap)
+        gains = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+        q = self.parts.rotate_and_store(projected, cache, batch.slots, rotation, gains, self.config.norm_eps)
+        return self.parts.attention(q, cache, batch, self._scale, self.config.attention_softcap)
 
     def project_kv(self, first_layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """K (rotated) and V that the layers from `first_layer` on make of the same hidden states, without running them.
@@ -190,16 +203,16 @@ class Decoder:
             [m, n, kv_heads, head_dim] each.
         """
         w, config, of = self.weights, self.config, slice(layers.start, layers.stop)
-        q_size, kv_size = self._head_sizes[:2]
+        q_size = config.num_heads * config.head_dim
         # One product a layer: a batched one over this slice of the stack would copy it first, 3 to 20 times slower.
         normed = self._normed_by_layer(layers, hidden)
         kv = torch.stack([F.linear(x, weight) for x, weight in zip(normed, w.qkv[of, q_size:], strict=True)])
         if w.qkv_bias is not None:
             kv = kv + w.qkv_bias[of, None, q_size:]
-        k, v = kv.split(kv_size, dim=-1)
+        k, v = kv.chunk(2, dim=-1)
         if w.k_norm is not None:
             pieces = k.unflatten(-1, (-1, w.k_norm.shape[-1]))
-            k = _scaled(pieces, _rms_norm, w.k_norm[of, None, None], None, config.norm_eps).flatten(-2)
+            k = _scaled(pieces, self._rms_norm, w.k_norm[of, None, None], None, config.norm_eps).flatten(-2)
         k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (k, v))
         return k, v
 
@@ -207,6 +220,18 @@ class Decoder:
         """K [m, n, kv_heads, head_dim] of the layers from `first_layer` on, turned by positions [n]."""
         rotation = self._turns_by_layer(first_layer, positions, k.dtype)
         return k if rotation is None else rotate(k, rotation)
+
+    def store_layers(self, first_layer: int, k: Tensor, v: Tensor, slots: Tensor, cache: Tensor) -> None:
+        """Write K and V of n tokens into the layers from `first_layer` on.
+
+        Args:
+            first_layer: first of the m layers up to the last.
+            k: [m, n, kv_heads, head_dim], rotated.
+            v: alike.
+            slots: [n] int64.
+            cache: as for `run`.
+        """
+        self.parts.store_layers(cache[first_layer:], k, v, slots)
 
     def _normed_by_layer(self, layers: range, hidden: Tensor) -> Tensor:
         """What attention reads of `hidden` [n, d] in each of m layers, [m, n, d]."""
@@ -252,7 +277,7 @@ class Decoder:
 
     def logit_stats(self, logits: Tensor, *, second: bool, mean: bool) -> LogitStats:
         """Statistics of logits; see `eeinfer.ops.logit_stats`."""
-        compute = logit_stats if self.native is None else self.native.stats
+        compute = self.parts.logit_stats if self.native is None else self.native.stats
         return compute(logits, second=second, mean=mean)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,17 +300,23 @@ def _rotaries(config: ModelConfig, device: torch.device) -> list[Rotary | None]:
     return [r._replace(frequencies=r.frequencies.to(device)) for r in found]
 
 
-def _rms_norm(x: Tensor, gain: Tensor | None, _: Tensor | None, eps: float) -> Tensor:
-    return rms_norm(x, gain, eps)
+def _without_bias(
+    norm: Callable[[Tensor, Tensor | None, float], Tensor], x: Tensor, gain: Tensor | None, _: Tensor | None, eps: float
+) -> Tensor:
+    return norm(x, gain, eps)
 
 
-def _gated_mlp(activation: Map, w: LayerWeights, x: Tensor) -> Tensor:
-    gate, up = F.linear(x, w.gate_up, w.gate_up_bias).chunk(2, dim=-1)
-    return F.linear(activation(gate) * up, w.down, w.down_bias)
+def _add_rms_norm(
+    parts: Parts, hidden: Tensor, delta: Tensor, gain: Tensor, _: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    return parts.add_rms_norm(hidden, delta, gain, eps)
 
 
-def _plain_mlp(activation: Map, w: LayerWeights, x: Tensor) -> Tensor:
-    return F.linear(activation(F.linear(x, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+def _add_layer_norm(
+    hidden: Tensor, delta: Tensor, gain: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    hidden = hidden + delta
+    return hidden, layer_norm(hidden, gain, bias, eps)
 
 
 def _scaled(x: Tensor, norm: Norm, gains: Tensor, biases: Tensor | None, eps: float) -> Tensor:

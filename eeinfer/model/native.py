@@ -14,7 +14,7 @@ from torch import Tensor
 from eeinfer.exits.gates import ODDS_EPS, GateSpec, plain_gate
 from eeinfer.model.families import ModelConfig
 from eeinfer.model.weights import Weights, layer_views
-from eeinfer.ops.native.build import Unavailable, load
+from eeinfer.ops.native.build import load
 from eeinfer.ops.native.kernels import (
     HEAD_SIZES,
     PACKED,
@@ -24,6 +24,7 @@ from eeinfer.ops.native.kernels import (
     NativeStats,
     PackedLinear,
 )
+from eeinfer.ops.unavailable import Unavailable
 
 NATIVE_FOLDER = "native"  # in the model store: where the built library is kept
 
@@ -98,9 +99,14 @@ def gate_of(
     return NativeGate(library, tensors, eps, ODDS_EPS)
 
 
+def check_cpu(device: torch.device) -> None:
+    """Raises Unavailable where `device` is not a CPU."""
+    if device.type != "cpu":
+        raise Unavailable(f"native kernels are for CPUs, and the model is on {device}")
+
+
 def _check(config: ModelConfig, weights: Weights) -> None:
-    if weights.embedding.device.type != "cpu":
-        raise Unavailable(f"native kernels are for CPUs, and the model is on {weights.embedding.device}")
+    check_cpu(weights.embedding.device)
     if weights.embedding.dtype is not torch.bfloat16:
         raise Unavailable(f"native kernels compute in bfloat16, and the model is in {weights.embedding.dtype}")
     if config.head_dim not in HEAD_SIZES:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eeinfer.ops.norm import at_least_float32
+from eeinfer.ops.norm import at_least_float32, rms_norm
+from eeinfer.ops.rope import rotate
 from eeinfer.ops.token_batch import TokenBatch
 
 
@@ -24,10 +25,61 @@ def store_kv(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     flat[1].index_copy_(0, slots, v)
 
 
-def paged_attention(q: Tensor, cache: Tensor, batch: TokenBatch, scale: float, softcap: float | None = None) -> Tensor:
-    """Softmax attention of each query over the cached keys of its sequence that the batch's masks show it.
+def store_layers(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write K and V of n tokens into the cache of m layers.
 
-    Without a window those are the keys at positions up to its own; see `TokenBatch.within`.
+    Args:
+        cache: [m, 2, num_blocks, block_size, kv_heads, head_dim], K then V.
+        k: [m, n, kv_heads, head_dim]; need not be contiguous.
+        v: alike.
+        slots: [n] int64.
+    """
+    flat = cache.flatten(2, 3)
+    flat[:, 0, slots] = k
+    flat[:, 1, slots] = v
+
+
+def rotate_and_store(
+    projected: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
+    gains: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Turn the q and k of n tokens by their positions, after a norm if the model has one, and write K and V.
+
+    Args:
+        projected: [n, (heads + 2 kv_heads) * head_dim]: q, k and v side by side.
+        cache: one layer's [2, num_blocks, block_size, kv_heads, head_dim].
+        slots: [n] int64.
+        rotation: from `eeinfer.ops.rope.rotations`; None leaves q and k as they are.
+        gains: of the RMS norms of q and of k, [head_dim] for each head or [heads * head_dim] for all; None: no norms.
+        eps: of those norms.
+
+    Returns:
+        q, [n, heads, head_dim].
+    """
+    kv_heads, head_dim = cache.shape[3:]
+    q, k, v = projected.tensor_split((-2 * kv_heads * head_dim, -kv_heads * head_dim), dim=-1)
+    if gains is not None:
+        q, k = (normed_in_pieces(x, gain, eps) for x, gain in zip((q, k), gains, strict=True))
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    store_kv(cache, k, v, slots)
+    return q
+
+
+def normed_in_pieces(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm of x [..., m * d] in pieces as long as `gain` [d]."""
+    return rms_norm(x.unflatten(-1, (-1, gain.shape[-1])), gain, eps).flatten(-2)
+
+
+def paged_attention(q: Tensor, cache: Tensor, batch: TokenBatch, scale: float, softcap: float | None = None) -> Tensor:
+    """Softmax attention of each query over the cached keys of its sequence at positions up to its own.
+
+    With a window the last of them alone; see `TokenBatch.within`.
 
     Args:
         q: [n, heads, head_dim]; query heads h … share the KV head h // (heads / kv_heads).

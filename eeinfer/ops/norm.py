@@ -24,6 +24,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x.to(wide), x.shape[-1:], None if weight is None else weight.to(wide), eps).to(x.dtype)
 
 
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of `hidden` and `delta` [n, d] each, rounded to their type, and its RMS norm; see `rms_norm`."""
+    hidden = hidden + delta
+    return hidden, rms_norm(hidden, weight, eps)
+
+
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm (Ba et al. 2016), (x - mean) / sqrt(variance + eps) * weight + bias; types as in `rms_norm`.
 

@@ -17,6 +17,8 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from eeinfer.ops.unavailable import Unavailable
+
 SOURCES = Path(__file__).parent
 FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"),
@@ -25,14 +27,6 @@ FLAGS = (
 )
 CPU_FLAGS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
 COMPILERS = ("c++", "g++", "clang++")
-
-
-class Unavailable(Exception):  # noqa: N818 - a reason, not an error: callers fall back to torch
-    """Why there are no native kernels here. `fixable`: the words name what the user can do."""
-
-    def __init__(self, why: str, *, fixable: bool = False) -> None:
-        super().__init__(why)
-        self.fixable = fixable
 
 
 def cpu_flags() -> frozenset[str]:
