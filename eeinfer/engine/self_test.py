@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eeinfer.config.load import load_settings
-from eeinfer.config.schema import Kernels, ModelSettings
+from eeinfer.config.schema import Kernels
 from eeinfer.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from eeinfer.engine.build import (
     Located,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eeinfer.model.families import ModelConfig
+from eeinfer.model.host_memory import empty
 from eeinfer.ops.norm import at_least_float32
 
 
@@ -82,10 +83,7 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     """
     shapes = {"embedding": (config.vocab_size, config.hidden_size), **_model_shapes(config), **_layer_shapes(config)}
     gains = at_least_float32(dtype) if config.norm_offset else dtype
-    tensors = {
-        name: torch.empty(shape, dtype=gains if name.endswith("norm") else dtype, device=device)
-        for name, shape in shapes.items()
-    }
+    tensors = {name: empty(shape, gains if name.endswith("norm") else dtype, device) for name, shape in shapes.items()}
     return Weights(**({"lm_head": tensors["embedding"]} | tensors))
 
 

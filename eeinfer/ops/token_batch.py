@@ -58,9 +58,7 @@ class TokenBatch:
     def take(self, index: Tensor, width: int) -> TokenBatch:
         """Some tokens of a decode, `index` [m], whose block tables are at most `width` long."""
         assert self.queries is None, "one token a sequence"
-        return TokenBatch(
-            self.positions[index], self.slots[index], self.block_tables[index, :width], self.block_size
-        )
+        return TokenBatch(self.positions[index], self.slots[index], self.block_tables[index, :width], self.block_size)
 
     @classmethod
     def ragged(cls, positions: Sequence[Sequence[int]], block_tables: Tensor, block_size: int) -> TokenBatch:

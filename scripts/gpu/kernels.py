@@ -11,15 +11,15 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
-from eeinfer.model.triton import check_machine
-from eeinfer.ops.parts import TORCH, Parts
-from eeinfer.ops.triton.parts import triton_parts
 from gpu.place import TOLERANCE, Place, Random, normal, row_error
 from gpu.report import Cell, Entry, WrongResultError
 from torch import Tensor
 
+from eeinfer.model.triton import check_machine
+from eeinfer.ops.parts import TORCH, Parts
 from eeinfer.ops.rope import rotary, rotations
 from eeinfer.ops.token_batch import TokenBatch
+from eeinfer.ops.triton.parts import triton_parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 JUNK = 300.0  # in slots that no query may see: were it read, nothing would come out right
