@@ -128,8 +128,9 @@ def test_a_timeline_tells_the_host_from_gaps_between_kernels() -> None:
 
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch in the place of the kernels, one of them off by a little."""
-    from eeinfer.ops.parts import TORCH, Parts
     from gpu import kernels
+
+    from eeinfer.ops.parts import TORCH, Parts
 
     def off(out: torch.Tensor) -> torch.Tensor:
         return out * 1.001

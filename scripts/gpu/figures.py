@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from eeinfer.runner.sizing import cache_shape
 from gpu.baseline import transformers_rate
 from gpu.place import Place, median_of, tiny_config
 from gpu.race import Racer, Work, check_fits, race, racer
@@ -26,6 +25,7 @@ from eeinfer.model.families import ModelConfig
 from eeinfer.model.random_weights import random_weights, shape_config
 from eeinfer.model.tokenizer import NoTokenizer
 from eeinfer.model.weights import weight_bytes
+from eeinfer.runner.sizing import cache_shape
 
 PROFILED_TOKENS = 16
 FULL = {"batching__strategy": "full"}

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from eeinfer.runner.capture import Capture, DryCapture
 from torch import Tensor
 
 from eeinfer.config.load import load_settings
 from eeinfer.config.schema import Settings
 from eeinfer.model.families import ModelConfig
 from eeinfer.ops.norm import at_least_float32
+from eeinfer.runner.capture import Capture, DryCapture
 
 # Largest allowed error of a row, ||out - reference|| / ||reference||. Float32 leaves no room for TF32 (3e-4).
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
