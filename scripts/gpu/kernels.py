@@ -44,7 +44,8 @@ class Outcome(NamedTuple):
 class Checks:
     """All tasks, in several processes.
 
-    Nearly all of the time goes to compilers, and a kernel that breaks its process breaks no other.
+    Nearly all of the time goes to compilers. And an illegal access spoils the device for its process from then on, which
+    must not be the one that runs the other cells.
 
     Args:
         place: the device.
@@ -68,8 +69,11 @@ class Checks:
         found = [outcome for task, outcome in self._outcomes.items() if task.kind == kind]
         wrong = [one.wrong for one in found if one.wrong is not None]
         broke = [f"{one.what}: {one.broke}" for one in found if one.broke is not None]
-        for one in (*wrong[1:], *broke):
-            print(one, file=sys.stderr)
+        if wrong or broke:  # all that is known of all kinds, as the run may end here
+            for task, one in self._outcomes.items():
+                print(
+                    f"kernels: {task.kind}, {one.what}: {one.wrong or one.broke or f'{one.error:.1e}'}", file=sys.stderr
+                )
         if wrong:
             raise WrongResultError(wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""))
         if broke:
