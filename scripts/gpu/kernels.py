@@ -44,8 +44,8 @@ class Outcome(NamedTuple):
 class Checks:
     """All tasks, in several processes.
 
-    Nearly all of the time goes to compilers. And an illegal access spoils the device for its process from then on, which
-    must not be the one that runs the other cells.
+    Nearly all of the time goes to compilers. And an illegal access spoils the device for its process from then on, and
+    that must not be the one which runs the other cells.
 
     Args:
         place: the device.
