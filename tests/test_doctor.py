@@ -146,6 +146,21 @@ def test_native_kernels_that_are_used_are_tested(run: Run, monkeypatch: pytest.M
         assert "set model.kernels to torch" in problems(run, "--device", "cpu")["kernel test"]
 
 
+@pytest.mark.usefixtures("healthy")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests interpret Triton kernels only where there is no GPU")
+def test_triton_kernels_are_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed here; it is for Linux alone")
+    asked = ("--device", "cpu", "--set", "model.kernels=triton")
+    assert problems(run, *asked) == {}
+    shown = run("doctor", *asked).out
+    assert "triton kernels, and torch (scaled_dot_product_attention" in shown
+    assert "linear backend: torch (torch.nn.functional.linear" in " ".join(shown.split())
+    monkeypatch.setattr("eeinfer.model.triton.find_spec", lambda _: None)
+    why = "triton is not installed; it comes with torch's builds for CUDA"
+    wrong = f"model.kernels is triton: {why}; use auto or torch"
+    assert problems(run, *asked) == {"attention backend": wrong, "linear backend": wrong}
+
+
 def test_an_installation_that_does_not_load_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "eeinfer.engine.doctor", None)  # importing it is an ImportError
     assert "install eeinfer and torch again" in problems(run)["installation"]

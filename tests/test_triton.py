@@ -21,10 +21,11 @@ pytest.importorskip("triton", reason="triton is not installed here; it is for Li
 from eeinfer.model.triton import check_machine
 from eeinfer.ops.triton.parts import paged_attention, triton_parts
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where kernels are interpreted
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-few = settings(deadline=None, max_examples=8)
+few = settings(deadline=None, max_examples=6)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,6 @@ def test_prefill_attention(kernels: Parts, shape: Shape, positions: list[list[in
     assert torch.equal(shape.run(kernels.attention, q[start:stop], cache, alone), found[start:stop])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where kernels are interpreted
 def test_what_is_not_finite_stays_with_its_sequence(kernels: Parts) -> None:
     shape = Shape(1, 2, 64, 4, None, None, torch.float32)
     cache, tables = shape.paged([9, 9])
@@ -236,7 +236,6 @@ def test_statistics_of_logits(kernels: Parts, size: int, spread: float, dtype: t
     assert bare.mean.isnan().all()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where kernels are interpreted
 def test_logits_that_are_not_finite_show(kernels: Parts) -> None:
     logits = normal(1, 3, 4500)
     logits[1, 7] = torch.nan

@@ -23,6 +23,7 @@ from triton import knobs
 
 from eeinfer.model import triton as kernels
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where kernels are interpreted
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -58,8 +59,10 @@ def test_an_engine_gives_the_same_tokens_at_the_same_depths(completion: str, mak
         for i in range(2)
     ]
     options = {"dtype": "float32", "exits": (2, 4), "threshold": 0.5, "measure": "margin", "completion": completion}
-    engines = (make_llm(kernels=name, device=DEVICE.type, **options) for name in ("triton", "torch"))
+    options |= {"num_blocks": 4}  # one of them is preempted, and replayed
+    engines = [make_llm(kernels=name, device=DEVICE.type, **options) for name in ("triton", "torch")]
     found, expected = (answers(engine.generate(requests)) for engine in engines)
+    assert all(engine.stats.preemptions > 0 for engine in engines)
     assert found == expected
     assert len({depth for answer in found for _, depth in answer}) > 1, "some leave early"
 

@@ -21,7 +21,7 @@ def _part_stats(logits, numbers, indices, SIZE: tl.constexpr, PART: tl.constexpr
     x = tl.load(logits + row * SIZE + at, mask=at < SIZE, other=float("-inf")).to(tl.float32)
     largest = tl.max(x, axis=0)
     index = tl.min(tl.where(x == largest, at, SIZE - 1), axis=0)  # the first of equals; the last of all if all are NaN
-    beside = x - tl.where(largest == float("-inf"), 0.0, largest)
+    beside = tl.where(x == float("-inf"), 0.0, x - tl.where(largest == float("-inf"), 0.0, largest))
     exponential = tl.where(x == float("-inf"), 0.0, tl.exp(beside))
     target = row * tl.num_programs(1) + part
     tl.store(indices + target, index)
@@ -29,8 +29,7 @@ def _part_stats(logits, numbers, indices, SIZE: tl.constexpr, PART: tl.constexpr
     if SECOND:
         tl.store(numbers + target * 4 + 1, tl.max(tl.where(at == index, float("-inf"), x), axis=0))
     tl.store(numbers + target * 4 + 2, tl.sum(exponential, axis=0))
-    weighted = tl.where(exponential == 0, 0.0, exponential * beside)
-    tl.store(numbers + target * 4 + 3, tl.sum(weighted, axis=0))
+    tl.store(numbers + target * 4 + 3, tl.sum(exponential * beside, axis=0))
 
 
 @triton.jit
