@@ -44,7 +44,7 @@ DOCUMENTED = {
 }
 NAMES = {name: page for page, names in DOCUMENTED.items() for name in names.split()}
 # Mends triton's interpreter, which no GPU runs.
-PRIVATE = "triton.runtime.interpreter"
+PRIVATE = ("triton.runtime.interpreter", "triton.language.core")
 
 
 def names_in(source: str) -> Iterator[str]:

@@ -215,13 +215,48 @@ def test_rows_of_unequal_length_never_read_blocks_of_others() -> None:
         (row("a", 2, 6, (4, 7)), row("b", 0, 1, (0,)), row("c", 1, 2, (3,))),
         (row("a", 2, 0, (1,)), row("b", 0, 8, (0, 2, 6))),
     ):
-        pool = RowPool(CacheShape(8, 4, 3), 32, 8, torch.float32, torch.device("cpu"))
-        pool.begin(rows)
-        tables = pool.batch(rows, pool.slots(rows)).block_tables.tolist()
+        tables = RowPool(CacheShape(8, 4, 3), torch.device("cpu")).begin(rows).block_tables.tolist()
         for row, table in zip(rows, tables, strict=True):
             assert tuple(table[: len(row.block_table)]) == row.block_table
             others = {block for other in rows if other is not row for block in other.block_table}
             assert not others & set(table)
+
+
+def rows_of(*slots: int) -> tuple[Row, ...]:
+    """A row a slot; that of slot s is at position s and has s + 1 blocks, of one token each."""
+    return tuple(Row(str(s), s, 5, s, tuple(range(10 * s, 11 * s + 1)), Draw(), number=1, max_tokens=9) for s in slots)
+
+
+def test_rows_that_go_on_together_find_their_tensors_as_they_are() -> None:
+    pool = RowPool(CacheShape(50, 1, 5), torch.device("cpu"))
+    rows, hidden = rows_of(3, 0, 2), normal(3, 4)
+    batch = pool.begin(rows)
+    pool.keep(rows, hidden, batch)
+    found, same = pool.take(rows)
+    assert found is hidden
+    assert same is batch
+
+
+@pytest.mark.parametrize("asked", [(0, 2), (2, 3, 0), (3,)])
+def test_rows_that_part_are_gathered(asked: tuple[int, ...]) -> None:
+    pool = RowPool(CacheShape(50, 1, 5), torch.device("cpu"))
+    rows, hidden = rows_of(3, 0, 2), normal(3, 4)
+    pool.keep(rows, hidden, pool.begin(rows))
+    found, batch = pool.take(rows_of(*asked))
+    assert torch.equal(found, hidden[[[3, 0, 2].index(slot) for slot in asked]])
+    expected = pool.begin(rows_of(*asked))
+    for name in ("positions", "slots", "block_tables"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name))
+
+
+def test_rows_of_several_passes_meet() -> None:
+    pool = RowPool(CacheShape(50, 1, 5), torch.device("cpu"))
+    first, second = normal(3, 4), normal(1, 4)
+    pool.keep(rows_of(3, 0, 2), first, pool.begin(rows_of(3, 0, 2)))
+    pool.keep(rows_of(0), second, pool.begin(rows_of(0)))
+    found, batch = pool.take(rows_of(2, 0))
+    assert torch.equal(found, torch.stack([first[2], second[0]]))
+    assert batch.positions.tolist() == [2, 0]
 
 
 def test_ragged_batch() -> None:
