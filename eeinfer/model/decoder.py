@@ -78,17 +78,13 @@ class Decoder:
         return self.weights.final_norm.device
 
     @property
-    def reads_beyond(self) -> bool:
-        """Whether attention reads slots of a sequence's last block that it has not written yet, and masks them."""
-        return self.native is None
-
-    @property
     def reads_whole_tables(self) -> bool:
         """Whether attention on a decode batch reads block tables to their end, and not to that of each row's context.
 
-        Torch's does: it gathers and masks. So it is best given tables no wider than the longest context.
+        Torch's does: it gathers and masks. So it is best given tables no wider than the longest context, and slots that
+        a sequence has not written yet must hold numbers.
         """
-        return True
+        return self.native is None and self.parts.attention is TORCH.attention
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [n, d] of token ids [n]; learned positions are added by the first layer's `run`."""

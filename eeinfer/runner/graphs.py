@@ -119,7 +119,7 @@ class DecodeGraphs:
         replay = self._graph(key)
         if plan.stage == 0:
             fresh = self._buffers.begin(plan.rows, key.rows)
-            if len(fresh):  # what a former holder left there must not be read; see ModelRunner
+            if len(fresh) and self._decoder.reads_whole_tables:  # see ModelRunner
                 self._cache.index_fill_(2, fresh, 0)
         else:
             self._buffers.point(plan.rows, key.rows)

@@ -94,7 +94,7 @@ class ModelRunner:
         Attention in torch reads whole blocks and gives what is masked a weight of 0; what a former holder left there
         may be NaN or infinite, and 0 times NaN is NaN.
         """
-        if not self.decoder.reads_beyond:
+        if not self.decoder.reads_whole_tables:
             return
         size = self.shape.block_size
         slots = [
