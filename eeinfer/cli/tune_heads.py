@@ -133,15 +133,23 @@ def tune_heads(
         _refuse([*recipe, *further])
     resolve()  # bad settings are told before torch is loaded
     if method == "least-squares":
-        from eeinfer.training.least_squares import tune as fit
-
-        _print_fitted(fit(resolve, **common))
+        _fit(resolve, common)
     else:
-        from eeinfer.training.tune import tune
+        _tune(resolve, common, recipe, further)
 
-        tuned = tune(resolve, **common, options=Options(**recipe), **further)
-        if tuned is not None:  # in the other processes of a launch
-            _print_tuned(tuned)
+
+def _fit(resolve: Resolver, common: dict[str, Any]) -> None:
+    from eeinfer.training.least_squares import tune as fit
+
+    _print_fitted(fit(resolve, **common))
+
+
+def _tune(resolve: Resolver, common: dict[str, Any], recipe: dict[str, Any], further: dict[str, Any]) -> None:
+    from eeinfer.training.tune import tune
+
+    tuned = tune(resolve, **common, options=Options(**recipe), **further)
+    if tuned is not None:  # in the other processes of a launch
+        _print_tuned(tuned)
 
 
 def _given(options: Any) -> dict[str, Any]:
