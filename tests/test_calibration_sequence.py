@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from eeinfer.calibration.sequence import fixed_sequence, starting_step, within_b
 from eeinfer.errors import EeinferError
 
 DRAWS, SIZE, DELTA = 2000, 300, 0.05
+LOSSES = Path(__file__).parent / "data" / "losses_of_the_default_path.csv"
 
 
 def constant(*losses: float, n: int = SIZE) -> tuple[Callable[[int], list[float]], list[int]]:
@@ -103,15 +105,27 @@ def naive(losses: np.ndarray, tolerance: float) -> int | None:
     return max(np.flatnonzero(losses.mean(axis=1) <= tolerance), default=None)
 
 
+def measured() -> np.ndarray:
+    """Losses [steps, prompts] of the default model on 623 prompts along its path, safest step first.
+
+    Written by `scripts/collect_losses.py` from the answers that `calibrate-thresholds` judged.
+    """
+    return np.loadtxt(LOSSES, delimiter=",").T
+
+
+def just_above(losses: np.ndarray, tolerance: float) -> np.ndarray:
+    """The hardest case for a tolerance: losses scaled down by as little as puts one step just above it."""
+    risks = losses.mean(axis=1)
+    return losses * min(1.0, 1.001 * tolerance / risks[np.flatnonzero(risks > tolerance)[0]])
+
+
 @pytest.mark.parametrize("tolerance", [0.02, 0.05, 0.10])
-def test_the_guarantee_holds_and_the_naive_choice_breaks_it(tolerance: float) -> None:
-    losses = population(tolerance)
+@pytest.mark.parametrize("source", ["drawn", "measured"])
+def test_the_guarantee_holds_and_the_naive_choice_breaks_it(source: str, tolerance: float) -> None:
+    losses = just_above(population(tolerance) if source == "drawn" else measured(), tolerance)
     risks = losses.mean(axis=1)
-    # The hardest case: one step lies just above the tolerance.
     above = int(np.flatnonzero(risks > tolerance)[0])
-    losses = losses * min(1.0, 1.001 * tolerance / risks[above])
-    risks = losses.mean(axis=1)
-    assert risks[above] > tolerance > risks[above - 1]
+    assert above > 0
     rng = np.random.default_rng(2)
     broken = {certified: 0, naive: 0}
     useful = 0
