@@ -33,7 +33,7 @@ DOCUMENTED = {
         triton.language.load triton.language.log triton.language.max triton.language.maximum triton.language.min
         triton.language.minimum triton.language.num_programs triton.language.program_id triton.language.rsqrt
         triton.language.sigmoid triton.language.store triton.language.sum triton.language.where
-        triton.language.zeros""",
+        triton.language.zeros triton.language.zeros_like""",
     # In tutorials alone, and in the sources.
     "https://triton-lang.org/main/getting-started/tutorials/index.html": """
         triton.cdiv triton.next_power_of_2 triton.language.constexpr triton.language.bfloat16 triton.language.float32

@@ -48,7 +48,7 @@ def _rotate_and_store(
         wide = tl.where(turns[None, :], turned, wide)
     turned_x = wide.to(x.dtype)
     slot = tl.load(slots + row)
-    stored = inside & (slot >= 0)
+    stored = inside & (slot + tl.zeros_like(head)[:, None] >= 0)  # a block: interpreters keep no bools in scalars
     tl.store(out + (row * HEADS + head[:, None]) * HEAD_DIM + dims[None, :], turned_x, mask=inside & is_q)
     k_at = (slot * KV_HEADS + head[:, None] - HEADS) * HEAD_DIM + dims[None, :]
     tl.store(k_cache + k_at, turned_x, mask=stored & (is_q == 0) & (is_v == 0))
@@ -119,7 +119,7 @@ def _store_layers(
     layer = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
     at = tl.arange(0, PADDED)
-    inside = (at < SIZE) & (slot >= 0)
+    inside = (at < SIZE) & (slot + tl.zeros_like(at) >= 0)  # a block: interpreters keep no bools in scalars
     target = layer * cache_layer + slot * SIZE + at
     tl.store(k_cache + target, tl.load(k + layer * k_layer + row * k_row + at, mask=inside), mask=inside)
     tl.store(v_cache + target, tl.load(v + layer * v_layer + row * v_row + at, mask=inside), mask=inside)
