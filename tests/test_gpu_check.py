@@ -18,14 +18,13 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-pytest.importorskip("triton", reason="its kernels are interpreted")
-pytest.importorskip("eeinfer.ops.triton", reason="there are no kernels to check yet")
+pytest.importorskip("triton", reason="triton is not installed here; it is for Linux alone")
 
 from gpu.place import Place, row_error  # noqa: E402 - scripts, found by the lines above
 from gpu.report import Cell, DoesNotFitError, Report, Target, WrongResultError  # noqa: E402
 from gpu.trace import read_timeline  # noqa: E402
 
-# What a machine that is lent with torch and triton on it may well lack.
+# What a machine with torch and triton on it may well lack.
 ABSENT = {
     *("annotated_types", "filelock", "gguf", "huggingface_hub", "jinja2", "psutil", "pydantic", "scipy", "tomli_w"),
     "transformers",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from eeinfer.errors import ConfigError
-from eeinfer.exits.check import Stats
 from eeinfer.model.decoder import Decoder
+from eeinfer.ops.parts import Stats
 from eeinfer.training.traces import Answered, hidden_states
 
 TIE = 0.05
